@@ -1,0 +1,297 @@
+"""The only module that touches `jax._src` or depends on a JAX version."""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src import hardware_utils as _hardware_utils
+from jax._src import tpu_info as _tpu_info
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.pallas import core as _pallas_core
+from jax._src.pallas import mpmd as _mpmd
+from jax._src.state import types as _state_types
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.extend.core as jex_core
+import numpy as np
+
+AbstractDevice = jax.sharding.AbstractDevice
+
+
+# --- machine ---------------------------------------------------------------
+
+
+def num_attached_tpu_chips() -> int:
+  """TPU chips on this machine's PCI bus, found without starting JAX."""
+  return _hardware_utils.num_available_tpu_chips_and_device_id()[0]
+
+
+def backends_started() -> bool:
+  """Whether JAX has fixed its devices, so that their number can't change."""
+  return _xla_bridge.backends_are_initialized()
+
+
+def requested_platforms() -> str | None:
+  """The platforms the user named (`JAX_PLATFORMS`), or None."""
+  return _config.jax_platforms.value or None
+
+
+def requested_cpu_devices() -> int:
+  """The CPU devices the user asked JAX for, 1 if they did not."""
+  return max(1, _config.config.jax_num_cpu_devices)
+
+
+def num_processes() -> int:
+  """Processes of this program, known without starting JAX's devices."""
+  return _distributed.global_state.num_processes or 1
+
+
+def chip_version(device_kind: str) -> pltpu.ChipVersion | None:
+  """The chip a JAX device kind names, or None if it names no TPU."""
+  return _tpu_info.chip_version_from_device_kind(device_kind)
+
+
+def empty_device_context(device: AbstractDevice) -> Any:
+  """A context in which JAX takes `device` for the device traced for."""
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  return jax.sharding.use_abstract_mesh(mesh)
+
+
+# --- meshes ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedDevice(AbstractDevice):
+  """A TPU device that CPU devices of `num_processes` processes stand in for."""
+
+  num_processes: int = 1
+
+
+class SimulatedMesh(jax.sharding.Mesh):
+  """A mesh of CPU devices that tells the tracer it is a mesh of TPU devices.
+
+  JAX asks the abstract mesh in scope which chip it is tracing for. A plain
+  mesh of CPU devices answers "cpu", and every Pallas helper that needs a
+  tile size or a core count fails.
+  """
+
+  simulated_device: SimulatedDevice
+
+  def __new__(
+    cls,
+    devices: np.ndarray,
+    axis_names: Sequence[str],
+    simulated_device: SimulatedDevice,
+  ):
+    return _interned_mesh(
+      devices.shape, tuple(devices.flat), tuple(axis_names), simulated_device
+    )
+
+  @functools.cached_property
+  def abstract_mesh(self):
+    return jax.sharding.AbstractMesh(
+      self.axis_sizes,
+      self.axis_names,
+      axis_types=self.axis_types,
+      abstract_device=self.simulated_device,
+    )
+
+  def __reduce__(self):
+    args = (self.devices, self.axis_names, self.simulated_device)
+    return SimulatedMesh, args
+
+
+@functools.lru_cache(maxsize=256)
+def _interned_mesh(shape, devices, axis_names, simulated_device):
+  # JAX compares meshes by identity, so equal arguments must give one object.
+  plain = jax.sharding.Mesh(np.array(devices).reshape(shape), axis_names)
+  mesh = object.__new__(SimulatedMesh)
+  mesh.__dict__.update(plain.__dict__)
+  mesh.__dict__.pop("abstract_mesh", None)
+  mesh.__dict__["simulated_device"] = simulated_device
+  return mesh
+
+
+def bound_axis_sizes() -> dict[str, int]:
+  """Every axis name in scope where this is called, with its size."""
+  return dict(_core.get_axis_env().axis_sizes)
+
+
+# --- kernels ---------------------------------------------------------------
+
+
+def forced_interpret_params() -> pltpu.InterpretParams | None:
+  """What `pltpu.force_tpu_interpret_mode` has set, None outside it."""
+  return _config.pallas_tpu_interpret_mode_context_manager.value or None
+
+
+def is_ref(value: Any) -> bool:
+  """Whether a kernel argument is a ref, not an array."""
+  return isinstance(jax.typeof(value), _state_types.AbstractRef)
+
+
+def memory_space(ref: Any) -> Any:
+  """The memory a ref, or a part of one, is in; None if it is not said."""
+  if isinstance(ref, _state_types.TransformedRef):
+    return memory_space_of_type(ref)
+  return memory_space_of_type(jax.typeof(ref))
+
+
+def memory_space_of_type(ref_type: Any) -> Any:
+  """The memory a ref of this type is in; None if it is not said."""
+  space = getattr(ref_type, "memory_space", None)
+  # A core's own memory, `VMEM @ mesh`, names the memory inside.
+  if isinstance(space, _pallas_core.CoreMemorySpace):
+    return space.memory_space
+  return None if isinstance(space, _core.MemorySpace) else space
+
+
+def joint_manual_axis_type(avals: Any) -> Any:
+  """The device axes that any of the types varies over, as JAX writes it."""
+  varying = frozenset()
+  for aval in jax.tree.leaves(avals):
+    manual = getattr(aval, "manual_axis_type", None)
+    varying |= manual.varying if manual is not None else frozenset()
+  return _core.ManualAxisType(varying=varying)
+
+
+def aliased_kernel(
+  body: Callable[..., None],
+  out: Any,
+  *,
+  mesh: Any,
+  scratch_types: Any,
+  varying: tuple[str, ...],
+  **options: Any,
+) -> Callable[..., Any]:
+  """What `core_map` over closed-over refs becomes when JAX lowers it.
+
+  Outputs are allocated outside and aliased, and the body writes the aliased
+  inputs. `core_map` itself rejects refs under `check_vma=True` and cannot be
+  inside a custom derivative.
+  """
+  leaves, tree = jax.tree.flatten(out)
+
+  def call(*args):
+    num_inputs = len(jax.tree.leaves(args))
+    empties = [jax.lax.empty(t.shape, t.dtype) for t in leaves]
+    if varying:
+      empties = [jax.lax.pcast(e, varying, to="varying") for e in empties]
+
+    def on_refs(*refs, **named_refs):
+      inputs, outputs = refs[: len(args)], refs[len(args) :][: len(leaves)]
+      scratch = refs[len(args) + 2 * len(leaves) :]
+      outputs = jax.tree.unflatten(tree, outputs)
+      outputs = outputs if isinstance(out, list | tuple) else (outputs,)
+      body(*inputs, *outputs, *scratch, **named_refs)
+
+    launch = _mpmd._mpmd_map(
+      [(mesh, on_refs)],
+      leaves,
+      input_output_aliases={num_inputs + i: i for i in range(len(leaves))},
+      scratch_types=scratch_types,
+      **options,
+    )
+    return jax.tree.unflatten(tree, launch(*args, *empties))
+
+  return call
+
+
+def walk(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+  """Every equation of `jaxpr`, those of its inner programs included."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in inner_jaxprs(eqn):
+      yield from walk(inner)
+
+
+def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:
+  """The programs an equation holds: branches, loop bodies, kernels."""
+  for value in eqn.params.values():
+    yield from _inner_jaxprs(value)
+
+
+def _inner_jaxprs(value: Any) -> Iterator[jex_core.Jaxpr]:
+  if isinstance(value, jex_core.ClosedJaxpr):
+    yield value.jaxpr
+  elif isinstance(value, jex_core.Jaxpr):
+    yield value
+  elif isinstance(value, tuple | list):
+    for item in value:
+      yield from _inner_jaxprs(item)
+
+
+def grid_environment(grid: Sequence[Any]) -> Any:
+  """A context in which `pl.program_id` and `pl.num_programs` work."""
+  static = tuple(n if isinstance(n, int) else 2 for n in grid)
+  return _pallas_core.tracing_grid_env(static, mapped_dims=())
+
+
+def ref_accesses(
+  body: Callable[..., None], types: Sequence[Any]
+) -> dict[int, list[str]]:
+  """How a body touches each of its refs: "read" and "write", in order."""
+  staged = jax.make_jaxpr(lambda: pl.run_scoped(body, *types))()
+  [scoped] = [e for e in staged.eqns if e.primitive.name == "run_scoped"]
+  inner = scoped.params["jaxpr"]
+  positions = {v: i for i, v in enumerate(inner.invars)}
+  accesses: dict[int, list[str]] = {}
+  for eqn in inner.eqns:
+    for effect in eqn.effects:
+      position = positions.get(getattr(effect, "input", None))
+      if position is not None:
+        kinds = accesses.setdefault(position, [])
+        kinds.extend(_access_kinds(effect))
+  return accesses
+
+
+def _access_kinds(effect: Any) -> Sequence[str]:
+  match effect:
+    case _state_types.WriteEffect():
+      return ["write"]
+    case _state_types.ReadEffect():
+      return ["read"]
+    case _state_types.AccumEffect():
+      return ["read", "write"]
+    case _:
+      return []
+
+
+def used_arguments(function: Callable[..., Any], count: int) -> frozenset[int]:
+  """Which of `count` int32 arguments the results depend on."""
+  jaxpr = jax.make_jaxpr(function)(*[np.int32(0)] * count).jaxpr
+  uses = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars)}
+
+  def of(atom):
+    return uses.get(atom, frozenset()) if not _is_literal(atom) else frozenset()
+
+  for eqn in jaxpr.eqns:
+    used = frozenset().union(*(of(v) for v in eqn.invars))
+    uses.update({v: used for v in eqn.outvars})
+  return frozenset().union(*(of(v) for v in jaxpr.outvars))
+
+
+def _is_literal(atom: Any) -> bool:
+  return isinstance(atom, jex_core.Literal)
+
+
+def replay(
+  staged: jex_core.ClosedJaxpr,
+  flat_args: Sequence[Any],
+  revise: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Sequence[Any]:
+  """Runs a staged kernel call with the kernel's parameters revised."""
+  jaxpr = staged.jaxpr
+  eqns = [
+    eqn.replace(params={**eqn.params, **revise(eqn.params)})
+    if eqn.primitive.name == "mpmd_map"
+    else eqn
+    for eqn in jaxpr.eqns
+  ]
+  closed = jex_core.ClosedJaxpr(jaxpr.replace(eqns=eqns), staged.consts)
+  return jex_core.jaxpr_as_fun(closed)(*flat_args)

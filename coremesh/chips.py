@@ -1,0 +1,538 @@
+"""What a kernel author asks of a TPU: cores, memories, rates, meshes."""
+
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import re
+from typing import Literal
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+import numpy as np
+
+from coremesh import _compat, errors, topology
+
+type Place = Literal["tpu", "simulator", "compiler"]
+
+_DEFAULT_CHIP = "v5p:2x2x1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Family:
+  """How one TPU generation is named; every number comes from JAX's table."""
+
+  version: pltpu.ChipVersion
+  device_kind: str
+  one_host: tuple[int, ...]
+
+
+_FAMILIES = {
+  "v4": _Family(
+    version=pltpu.ChipVersion.TPU_V4,
+    device_kind="TPU v4",
+    one_host=(2, 2, 1),
+  ),
+  "v5e": _Family(
+    version=pltpu.ChipVersion.TPU_V5E,
+    device_kind="TPU v5 lite",
+    one_host=(2, 2),
+  ),
+  "v5p": _Family(
+    version=pltpu.ChipVersion.TPU_V5P,
+    device_kind="TPU v5",
+    one_host=(2, 2, 1),
+  ),
+  "v6e": _Family(
+    version=pltpu.ChipVersion.TPU_V6E,
+    device_kind="TPU v6 lite",
+    one_host=(2, 2),
+  ),
+  "tpu7x": _Family(
+    version=pltpu.ChipVersion.TPU_7X,
+    device_kind="TPU7x",
+    one_host=(2, 2, 1),
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+  """A slice of TPU chips of one generation, attached or not.
+
+  Make one with `cm.chip`. Equal names give equal values. A *device* is a JAX
+  device: a whole chip on v4, v5e, v5p and v6e, half a chip on tpu7x. Numbers
+  are those of `jax.experimental.pallas.tpu.get_tpu_info_for_chip`, with their
+  unit and denominator put in the name; a rate the table does not have is None.
+
+  Attributes:
+    generation: "v4", "v5e", "v5p", "v6e" or "tpu7x".
+    topology: chips along each axis of the slice.
+  """
+
+  generation: str
+  topology: tuple[int, ...]
+
+  def __post_init__(self):
+    if self.generation not in _FAMILIES:
+      raise errors.ChipError(_unknown_chip(self.generation))
+    num_dims = len(_FAMILIES[self.generation].one_host)
+    if len(self.topology) != num_dims or any(n < 1 for n in self.topology):
+      raise errors.ChipError(
+        f"topology of {self.generation} must be {num_dims} positive numbers"
+        f" of chips, such as {_format(_FAMILIES[self.generation].one_host)};"
+        f" got {_format(self.topology)}."
+      )
+
+  # --- identity ---
+
+  @property
+  def name(self) -> str:
+    """The slice in one word, such as "v5p:2x2x1"."""
+    return f"{self.generation}:{_format(self.topology)}"
+
+  @property
+  def version(self) -> pltpu.ChipVersion:
+    """JAX's name of the generation."""
+    return _FAMILIES[self.generation].version
+
+  @property
+  def device_kind(self) -> str:
+    """What `jax.Device.device_kind` says on this chip."""
+    return _FAMILIES[self.generation].device_kind
+
+  @property
+  def info(self) -> pltpu.TpuInfo:
+    """JAX's table entry; its numbers are for one TensorCore."""
+    return _table(self.version)
+
+  # --- counts ---
+
+  @property
+  def num_chips(self) -> int:
+    """Chips in the slice."""
+    return math.prod(self.topology)
+
+  @property
+  def devices_per_chip(self) -> int:
+    """JAX devices a chip: 2 on tpu7x, else 1."""
+    cores = self.version.num_physical_tensor_cores_per_chip
+    return cores // self.tensor_cores_per_device
+
+  @property
+  def num_devices(self) -> int:
+    """JAX devices in the slice."""
+    return self.num_chips * self.devices_per_chip
+
+  @property
+  def tensor_cores_per_device(self) -> int:
+    """TensorCores a device: 2 on the megacore chips v4 and v5p, else 1."""
+    return self.info.num_cores
+
+  @property
+  def sparse_cores_per_device(self) -> int:
+    """SparseCores a device, 0 if the chip has none."""
+    return self._sparse_core("num_cores")
+
+  @property
+  def vector_subcores_per_sparse_core(self) -> int:
+    """Vector subcores (tiles) a SparseCore, 0 if the chip has none."""
+    return self._sparse_core("num_subcores")
+
+  @property
+  def lanes(self) -> int:
+    """Lanes of a TensorCore vector register, the last axis of a tile."""
+    return self.info.num_lanes
+
+  @property
+  def sublanes(self) -> int:
+    """32-bit sublanes of a TensorCore vector register."""
+    return self.info.num_sublanes
+
+  @property
+  def sparse_core_lanes(self) -> int:
+    """32-bit lanes of a vector-subcore register, 0 if there are none."""
+    return self._sparse_core("num_lanes")
+
+  @property
+  def mxus_per_tensor_core(self) -> int:
+    """Matrix units of a TensorCore."""
+    return self.info.num_mxus
+
+  @property
+  def mxu_columns(self) -> int:
+    """Columns (and rows) of a matrix unit."""
+    return self.info.mxu_column_size
+
+  # --- memories, bytes ---
+
+  @property
+  def hbm_bytes_per_device(self) -> int:
+    """HBM of a device, shared by all its cores."""
+    return self.info.hbm_capacity_bytes * self.tensor_cores_per_device
+
+  @property
+  def vmem_bytes_per_tensor_core(self) -> int:
+    """Vector memory of a TensorCore."""
+    return self.info.vmem_capacity_bytes
+
+  @property
+  def smem_bytes_per_tensor_core(self) -> int:
+    """Scalar memory of a TensorCore."""
+    return self.info.smem_capacity_bytes
+
+  @property
+  def vmem_bytes_per_vector_subcore(self) -> int:
+    """Private vector memory of a vector subcore, 0 if there are none."""
+    return self._sparse_core("vmem_capacity_bytes")
+
+  @property
+  def sparse_core_dma_granule_bytes(self) -> int:
+    """Smallest unit a SparseCore DMA moves, 0 if there are none."""
+    return self._sparse_core("dma_granule_size_bytes")
+
+  # --- peak rates ---
+
+  @property
+  def hbm_bytes_per_second_per_device(self) -> int:
+    """HBM bandwidth of a device, shared by all its cores."""
+    return self.info.mem_bw_bytes_per_second * self.tensor_cores_per_device
+
+  @property
+  def bf16_flops_per_second_per_tensor_core(self) -> int | None:
+    """Peak bfloat16 matmul rate of a TensorCore; a multiply-add is two."""
+    return self.info.bf16_ops_per_second or None
+
+  @property
+  def int8_ops_per_second_per_tensor_core(self) -> int | None:
+    """Peak int8 matmul rate of a TensorCore; None if it has none."""
+    return self.info.int8_ops_per_second or None
+
+  @property
+  def fp8_flops_per_second_per_tensor_core(self) -> int | None:
+    """Peak float8 matmul rate of a TensorCore; None if it has none."""
+    return self.info.fp8_ops_per_second or None
+
+  @property
+  def int4_ops_per_second_per_tensor_core(self) -> int | None:
+    """Peak int4 matmul rate of a TensorCore; None if it has none."""
+    return self.info.int4_ops_per_second or None
+
+  # --- meshes ---
+
+  def device_mesh(
+    self,
+    axis_names: str | Sequence[str] = "device",
+    shape: Sequence[int] | None = None,
+    *,
+    on: Place | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    axis_types: Sequence[jax.sharding.AxisType] | None = None,
+  ) -> jax.sharding.Mesh:
+    """A `jax.sharding.Mesh` of this slice's devices, for `jax.shard_map`.
+
+    Args:
+      axis_names: one name, or one for each axis of `shape`.
+      shape: devices along each axis; needed for more than one axis. Its
+        product must be `num_devices`, or the number of `devices`.
+      on: "tpu" for attached devices; "simulator" for CPU devices that stand in
+        for them; "compiler" for devices that only compile. Default: "tpu" if
+        this process computes on TPUs, else "simulator".
+      devices: these devices in this order, instead of all of the slice.
+      axis_types: as for `jax.make_mesh`; default all `Auto`.
+
+    Returns:
+      The mesh. On the simulator it tells the tracer that its devices are of
+      this chip, and JAX has been asked for enough CPU devices if it had not
+      started yet.
+
+    Raises:
+      ChipError: the shape does not hold the devices, JAX has started with too
+        few of them, or the attached TPU is another chip.
+      UnsupportedError: explicit axes on the simulator.
+    """
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    place = on or ("tpu" if topology.tpu_is_attached() else "simulator")
+    count = self.num_devices if devices is None else len(devices)
+    sizes = _check_mesh_shape(names, shape, count, self.name)
+    types = None if axis_types is None else tuple(axis_types)
+    if place == "simulator":
+      self._check_simulated_axis_types(types)
+      return topology.arrange_simulated(
+        list(devices or topology.simulated_devices(count)),
+        sizes,
+        names,
+        device_kind=self.device_kind,
+        num_cores=self.tensor_cores_per_device,
+      )
+    if place == "compiler":
+      found = list(devices or self._compile_only_devices())
+    elif place == "tpu":
+      found = list(devices or self._attached_devices())
+    else:
+      raise errors.ChipError(
+        f"on must be 'tpu', 'simulator', 'compiler' or None; got {place!r}."
+      )
+    if devices is None:
+      return topology.arrange(found, sizes, names, types)
+    return jax.sharding.Mesh(np.array(found).reshape(sizes), names, types)
+
+  def tensor_cores(
+    self, axis_name: str = "core", num_cores: int | None = None
+  ) -> pltpu.TensorCoreMesh:
+    """The TensorCores of one device, as a mesh for `cm.kernel`.
+
+    Args:
+      axis_name: the name of the core axis inside the kernel.
+      num_cores: how many of the device's TensorCores; default all.
+
+    Raises:
+      ChipError: more cores than a device of this chip has. (libtpu compiles
+        such a mesh without a word.)
+    """
+    have = self.tensor_cores_per_device
+    count = _check_count("num_cores", num_cores, have, "TensorCores", self.name)
+    return pltpu.TensorCoreMesh(axis_name=axis_name, num_cores=count)
+
+  def vector_subcores(
+    self,
+    core_axis_name: str = "core",
+    subcore_axis_name: str = "subcore",
+    *,
+    num_cores: int | None = None,
+    num_subcores: int | None = None,
+  ) -> plsc.VectorSubcoreMesh:
+    """The vector subcores of one device's SparseCores, as a mesh.
+
+    Args:
+      core_axis_name: the name of the SparseCore axis inside the kernel.
+      subcore_axis_name: the name of the subcore axis inside the kernel.
+      num_cores: how many SparseCores; default all of the device.
+      num_subcores: how many subcores of each; default all.
+
+    Raises:
+      ChipError: more than the chip has, or the chip has no SparseCore.
+    """
+    cores, subcores = (
+      self.sparse_cores_per_device,
+      self.vector_subcores_per_sparse_core,
+    )
+    what = "SparseCores"
+    count = _check_count("num_cores", num_cores, cores, what, self.name)
+    what = "vector subcores a SparseCore"
+    sub = _check_count("num_subcores", num_subcores, subcores, what, self.name)
+    with self._tracing_context():
+      return plsc.VectorSubcoreMesh(
+        core_axis_name=core_axis_name,
+        subcore_axis_name=subcore_axis_name,
+        num_cores=count,
+        num_subcores=sub,
+      )
+
+  def scalar_subcores(
+    self, axis_name: str = "core", num_cores: int | None = None
+  ) -> plsc.ScalarSubcoreMesh:
+    """The scalar subcores (sequencers) of one device's SparseCores.
+
+    Args:
+      axis_name: the name of the SparseCore axis inside the kernel.
+      num_cores: how many SparseCores; default all of the device. libtpu takes
+        one or all of them.
+
+    Raises:
+      ChipError: more than the chip has, a number in between, or the chip has
+        no SparseCore.
+    """
+    have = self.sparse_cores_per_device
+    count = _check_count("num_cores", num_cores, have, "SparseCores", self.name)
+    if 1 < count < have:
+      raise errors.ChipError(
+        f"num_cores must be 1 or {have} on {self.name}: the compiler accepts"
+        " a mesh of one scalar subcore or of all of them; got"
+        f" {count}."
+      )
+    with self._tracing_context():
+      return plsc.ScalarSubcoreMesh(axis_name=axis_name, num_cores=count)
+
+  def _sparse_core(self, field: str) -> int:
+    sparse_core = self.info.sparse_core
+    return 0 if sparse_core is None else getattr(sparse_core, field)
+
+  def _tracing_context(self):
+    return _compat.empty_device_context(self.abstract_device(platform="cpu"))
+
+  def abstract_device(self, *, platform: str) -> jax.sharding.AbstractDevice:
+    """What the tracer needs to know of a device of this chip."""
+    return _compat.AbstractDevice(
+      device_kind=self.device_kind,
+      num_cores=self.tensor_cores_per_device,
+      platform=platform,
+    )
+
+  def _compile_only_devices(self) -> list[jax.Device]:
+    return topology.compile_only_devices(
+      self.name,
+      num_dims=len(self.topology),
+      megacore=self.version.supports_megacore,
+    )
+
+  def _attached_devices(self) -> list[jax.Device]:
+    devices = jax.devices()
+    kinds = {d.device_kind for d in devices}
+    if {_compat.chip_version(k) for k in kinds} != {self.version}:
+      raise errors.ChipError(
+        f"This process computes on {sorted(kinds)}, not on {self.name}. Use"
+        " cm.chip() for the attached chip, or on='simulator' or on='compiler'"
+        f" for {self.name}."
+      )
+    if len(devices) != self.num_devices:
+      raise errors.ChipError(
+        f"{self.name} has {self.num_devices} devices, but {len(devices)} are"
+        " attached. Use cm.chip() for the attached slice, or pass devices=."
+      )
+    return devices
+
+  def _check_simulated_axis_types(self, axis_types) -> None:
+    auto = jax.sharding.AxisType.Auto
+    if axis_types is not None and any(t != auto for t in axis_types):
+      raise errors.UnsupportedError(
+        "axis_types must be all Auto on the simulator: JAX builds the output"
+        " sharding of explicit axes from the CPU devices and loses the"
+        f" simulated chip; got {axis_types}. Leave axis_types out."
+      )
+
+
+def chip(name: str | None = None) -> Chip:
+  """A TPU slice by name, or the one this program should use.
+
+  Args:
+    name: a generation and chips along each axis, such as "v5p:2x2x1" (4
+      chips), "v6e:2x2" or "tpu7x:2x2x1"; the generation alone is one host of
+      it. None: the attached TPU if there is one; else the value of the
+      environment variable `COREMESH_CHIP`; else "v5p:2x2x1".
+
+  Returns:
+    The slice, whether or not it is attached.
+
+  Raises:
+    ChipError: no such chip, or a topology that is not one.
+
+  Example:
+    >>> chip = cm.chip("v5p:2x2x1")
+    >>> chip.num_devices, chip.tensor_cores_per_device
+    (4, 2)
+  """
+  if name is None:
+    if topology.tpu_is_attached():
+      return _attached_chip()
+    name = os.environ.get("COREMESH_CHIP") or _DEFAULT_CHIP
+  if not isinstance(name, str):
+    raise errors.ChipError(
+      f"name must be a string such as 'v5p:2x2x1'; got {name!r}."
+    )
+  generation, _, dims = name.strip().lower().partition(":")
+  generation = {"7x": "tpu7x", "v7x": "tpu7x"}.get(generation, generation)
+  if generation not in _FAMILIES:
+    raise errors.ChipError(_unknown_chip(name))
+  one_host = _FAMILIES[generation].one_host
+  if not dims:
+    return Chip(generation=generation, topology=one_host)
+  if not re.fullmatch(r"\d+(x\d+)*", dims):
+    raise errors.ChipError(
+      f"The topology of {name!r} must be chips along each axis, such as"
+      f" {generation}:{_format(one_host)}; got {dims!r}."
+    )
+  sizes = tuple(int(n) for n in dims.split("x"))
+  missing = len(one_host) - len(sizes)
+  return Chip(generation=generation, topology=sizes + (1,) * missing)
+
+
+def chip_of_device_kind(device_kind: str) -> Chip | None:
+  """A one-host slice of the chip a JAX device kind names, None if no TPU."""
+  version = _compat.chip_version(device_kind)
+  for generation, family in _FAMILIES.items():
+    if version is not None and family.version == version:
+      return Chip(generation=generation, topology=family.one_host)
+  return None
+
+
+def generations() -> tuple[str, ...]:
+  """The generations `cm.chip` knows, oldest first."""
+  return tuple(_FAMILIES)
+
+
+def _attached_chip() -> Chip:
+  devices = jax.devices()
+  one_host = chip_of_device_kind(devices[0].device_kind)
+  if one_host is None:
+    raise errors.ChipError(
+      f"The attached TPU is a {devices[0].device_kind!r}, which coremesh does"
+      f" not know; it knows {', '.join(_FAMILIES)}."
+    )
+  coords = [d.coords for d in devices]
+  box = tuple(len({c[i] for c in coords}) for i in range(len(coords[0])))
+  return dataclasses.replace(one_host, topology=box[: len(one_host.topology)])
+
+
+@functools.cache
+def _table(version: pltpu.ChipVersion) -> pltpu.TpuInfo:
+  num_cores = 2 if version.supports_megacore else 1
+  return pltpu.get_tpu_info_for_chip(version, num_cores)
+
+
+def _format(sizes: Sequence[int]) -> str:
+  return "x".join(str(n) for n in sizes)
+
+
+def _unknown_chip(name: str) -> str:
+  known = ", ".join(f"{g}:{_format(f.one_host)}" for g, f in _FAMILIES.items())
+  close = difflib.get_close_matches(name.partition(":")[0], _FAMILIES, n=1)
+  hint = f" Did you mean {close[0]!r}?" if close else ""
+  return f"There is no chip {name!r}; coremesh knows {known}.{hint}"
+
+
+def _check_count(
+  argument: str, asked: int | None, have: int, what: str, name: str
+) -> int:
+  if have == 0:
+    raise errors.ChipError(f"{name} has no {what}.")
+  if asked is None:
+    return have
+  if isinstance(asked, bool) or not isinstance(asked, int):
+    raise errors.ChipError(f"{argument} must be an int; got {asked!r}.")
+  if not 1 <= asked <= have:
+    raise errors.ChipError(
+      f"{argument} must be from 1 to {have}: a device of {name} has {have}"
+      f" {what}; got {asked}."
+    )
+  return asked
+
+
+def _check_mesh_shape(
+  names: tuple[str, ...],
+  shape: Sequence[int] | None,
+  count: int,
+  name: str,
+) -> tuple[int, ...]:
+  if len(set(names)) != len(names) or not names:
+    raise errors.AxisError(
+      f"axis_names must be one or more different names; got {names}."
+    )
+  if shape is None:
+    if len(names) > 1:
+      raise errors.ChipError(
+        f"shape is needed for the axes {names}: the devices along each, with"
+        f" product {count} for {name}."
+      )
+    return (count,)
+  sizes = tuple(shape)
+  if len(sizes) != len(names) or math.prod(sizes) != count:
+    raise errors.ChipError(
+      f"shape must have one size for each axis of {names} and hold the"
+      f" {count} devices of {name}; got {sizes}, which holds"
+      f" {math.prod(sizes)}."
+    )
+  return sizes

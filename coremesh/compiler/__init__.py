@@ -1,0 +1,1 @@
+"""The TPU compiler, offline: what it makes of a program."""

@@ -1,0 +1,146 @@
+"""What a traced kernel holds on each core: memories and semaphores."""
+
+from collections.abc import Iterable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.extend.core as jex_core
+import numpy as np
+
+from coremesh import _compat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+  """The most a core holds at once, counted from the traced program.
+
+  Buffers that the compiler adds by itself are not in it.
+
+  Attributes:
+    vmem_bytes_per_core: vector memory, each buffer padded to whole tiles of
+      8 sublanes x 128 lanes x 32 bits.
+    smem_bytes_per_core: scalar memory.
+    semaphores_per_core: semaphores of all kinds but the barrier semaphore.
+  """
+
+  vmem_bytes_per_core: int = 0
+  smem_bytes_per_core: int = 0
+  semaphores_per_core: int = 0
+
+  def __add__(self, other: "Usage") -> "Usage":
+    return self._combine(other, lambda a, b: a + b)
+
+  def __or__(self, other: "Usage") -> "Usage":
+    """The larger of each: two things that are not held at the same time."""
+    return self._combine(other, max)
+
+  def _combine(self, other, operation):
+    fields = [f.name for f in dataclasses.fields(self)]
+    return Usage(
+      **{n: operation(getattr(self, n), getattr(other, n)) for n in fields}
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelUsage:
+  """One kernel launch of a program.
+
+  Attributes:
+    name: the kernel's name.
+    meshes: the cores it runs on.
+    usage: what each of them holds.
+    uses_barrier: whether it uses the barrier semaphore.
+    collective_id: which one.
+    is_simulated: whether it was traced for the simulator.
+  """
+
+  name: str
+  meshes: tuple[Any, ...]
+  usage: Usage
+  uses_barrier: bool
+  collective_id: int | None
+  is_simulated: bool
+
+
+def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
+  """The kernels of a traced program, in order.
+
+  Args:
+    jaxpr: for instance `jax.jit(fn).trace(*args).jaxpr.jaxpr`.
+  """
+  return [
+    _of_kernel(eqn.params)
+    for eqn in _compat.walk(jaxpr)
+    if eqn.primitive.name == "mpmd_map"
+  ]
+
+
+def _of_kernel(params: dict[str, Any]) -> KernelUsage:
+  usage, uses_barrier = Usage(), False
+  for jaxpr in params["jaxprs"]:
+    own = _of_refs(v.aval for v in jaxpr.invars)
+    usage = usage | (own + _peak(jaxpr))
+    uses_barrier |= any(
+      e.primitive.name == "get_barrier_semaphore" for e in _compat.walk(jaxpr)
+    )
+  return KernelUsage(
+    name=params["name"] or "kernel",
+    meshes=params["meshes"],
+    usage=usage,
+    uses_barrier=uses_barrier,
+    collective_id=params["compiler_params"].collective_id,
+    is_simulated=bool(params["interpret"]),
+  )
+
+
+def _peak(jaxpr: jex_core.Jaxpr) -> Usage:
+  """The most that the scopes inside a program hold at once."""
+  peak = Usage()
+  for eqn in jaxpr.eqns:
+    held = Usage()
+    if eqn.primitive.name == "run_scoped":
+      held = _of_refs(v.aval for v in eqn.params["jaxpr"].invars)
+    for inner in _compat.inner_jaxprs(eqn):
+      peak = peak | (held + _peak(inner))
+  return peak
+
+
+def _of_refs(avals: Iterable[Any]) -> Usage:
+  total = Usage()
+  for aval in avals:
+    space = _compat.memory_space_of_type(aval)
+    if space == pltpu.VMEM:
+      total += Usage(vmem_bytes_per_core=padded_bytes(aval))
+    elif space == pltpu.SMEM:
+      total += Usage(smem_bytes_per_core=4 * math.prod(aval.shape))
+    elif space == pltpu.SEMAPHORE:
+      total += Usage(semaphores_per_core=math.prod(aval.shape))
+  return total
+
+
+def padded_bytes(aval: Any) -> int:
+  """Bytes of a VMEM buffer of this type, padded to whole tiles.
+
+  The last axis is padded to 128 lanes, the one before to the sublanes of a
+  tile: 8 words of 32 bits, each holding 32 / bits elements, and fewer for an
+  axis shorter than that.
+  """
+  bits = _bits(aval.dtype)
+  packing = 32 // bits
+  *leading, rows, columns = (1, 1, *aval.shape)
+  sublanes = packing * min(8, 2 ** math.ceil(math.log2(-(-rows // packing))))
+  rows, columns = _round_up(rows, sublanes), _round_up(columns, 128)
+  return math.prod(leading) * rows * columns * bits // 8
+
+
+def _bits(dtype: Any) -> int:
+  if jax.dtypes.issubdtype(dtype, np.bool_):
+    return 32  # Mosaic holds a boolean of a ref as a word.
+  return jax.dtypes.itemsize_bits(dtype)
+
+
+def _round_up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple

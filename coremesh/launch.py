@@ -1,0 +1,446 @@
+"""From a body and a mesh of cores to a JAX function: `cm.kernel`."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any, Literal
+import zlib
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import numpy as np
+
+from coremesh import _compat, errors, scope, shapes
+from coremesh import place as places
+
+type Route = Literal["kernel", "core_map"]
+
+_LINKS = "coremesh_links"
+_MAX_COLLECTIVE_ID = 2**31 - 1
+# Automatic ids stay clear of the small ones people pick by hand.
+_FIRST_AUTOMATIC_ID = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+  """A kernel that can be called on arrays; make one with `cm.kernel`.
+
+  Attributes: as the arguments of `cm.kernel`, `bodies` and `meshes` in pairs.
+  """
+
+  bodies: tuple[Callable[..., None], ...]
+  meshes: tuple[Any, ...]
+  out: Any
+  scratch: Any = ()
+  route: Route = "kernel"
+  collective_id: int | None = None
+  num_links: int = 4
+  compiler_params: pltpu.CompilerParams = pltpu.CompilerParams()
+  interpret: Any = None
+  cost_estimate: pl.CostEstimate | None = None
+  debug: bool = False
+  name: str = ""
+  metadata: Mapping[str, str] | None = None
+
+  def __post_init__(self):
+    if self.route not in ("kernel", "core_map"):
+      raise errors.UnsupportedError(
+        f"route must be 'kernel' or 'core_map'; got {self.route!r}."
+      )
+    if len(self.bodies) != len(self.meshes) or not self.bodies:
+      raise errors.ChipError(
+        "body and mesh must be one each, or two sequences of one length;"
+        f" got {len(self.bodies)} bodies and {len(self.meshes)} meshes."
+      )
+    if self.route == "core_map" and len(self.bodies) > 1:
+      raise errors.UnsupportedError(
+        "route='core_map' launches one body on one mesh; use"
+        " route='kernel' for several."
+      )
+    _check_collective_id(self.explicit_collective_id)
+
+  @property
+  def explicit_collective_id(self) -> int | None:
+    """The id the user chose, by either argument."""
+    by_params = self.compiler_params.collective_id
+    if self.collective_id is not None and by_params is not None:
+      raise errors.CollectiveError(
+        "collective_id is given twice, as"
+        f" cm.kernel(collective_id={self.collective_id}) and in"
+        f" compiler_params ({by_params}). Give it once."
+      )
+    return by_params if self.collective_id is None else self.collective_id
+
+  @property
+  def cores(self) -> dict[str, int]:
+    """The cores along each axis of the meshes."""
+    return {n: s for mesh in self.meshes for n, s in mesh.shape.items()}
+
+  def __call__(self, *args: Any) -> Any:
+    """Runs the kernel on arrays (or refs) of one device.
+
+    Args:
+      *args: pytrees of arrays; the body gets an HBM ref for each.
+
+    Returns:
+      Arrays of the types `out` names.
+
+    Raises:
+      DTypeError: an argument of 64 bits.
+      AxisError, ChipError, CollectiveError, ShapeError, UnsupportedError: see
+        the helpers.
+    """
+    _check_args(self.name, args)
+    if any(_compat.is_ref(leaf) for leaf in jax.tree.leaves(args)):
+      return self._launch(*args)  # JAX transforms no function of a ref.
+    return self._transformable()(*args)
+
+  def _transformable(self) -> Callable[..., Any]:
+    # JAX has no derivative of a kernel, and its batching rule fails under
+    # check_vma and for kernels with barriers; one call after the other is
+    # right for all of them.
+    batched = jax.custom_batching.sequential_vmap(self._launch)
+    function = jax.custom_jvp(batched)
+    function.defjvp(functools.partial(_no_derivative, self.name))
+    return function
+
+  def _launch(self, *args: Any) -> Any:
+    place = places.find(self.interpret)
+    places.check(self.name, self.meshes, place)
+    _check_axis_names(self.name, self.cores)
+    avals = [jax.tree.map(jax.typeof, arg) for arg in args]
+    with place.tracing_context():
+      out = shapes.resolve_out(self.out, avals)
+      call, scopes = self._stageable(avals, out)
+      args = jax.tree.map(shapes.without_empty_axes, args)
+      staged, out_shape = self._stage(call, args)
+      revise = functools.partial(self._revise, place=place, scopes=scopes)
+      flat = _compat.replay(staged, jax.tree.leaves(args), revise)
+    results = jax.tree.unflatten(jax.tree.structure(out_shape), flat)
+    return jax.tree.map(shapes.with_empty_axes, results, out)
+
+  def _stage(self, call, args):
+    try:
+      return jax.make_jaxpr(call, return_shape=True)(*args)
+    except NameError as error:
+      if "unbound axis name" not in str(error):
+        raise
+      raise errors.AxisError(
+        f"Kernel {self.name!r} uses an axis that is not in scope: {error}. In"
+        f" scope: device axes {sorted(_device_axes())}, core axes"
+        f" {list(self.cores)}. A kernel that addresses other devices must be"
+        " called inside jax.shard_map over a mesh with that axis."
+      ) from error
+
+  def _stageable(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
+    """The Pallas call to trace, and the scopes its bodies will fill."""
+    scopes: list[scope.KernelScope] = []
+    outs = list(out) if isinstance(out, list | tuple) else [out]
+    bodies = [
+      functools.partial(self._traced_body, body, mesh, scopes, [*avals, *outs])
+      for body, mesh in zip(self.bodies, self.meshes, strict=True)
+    ]
+    for wrapped, body in zip(bodies, self.bodies, strict=True):
+      functools.update_wrapper(wrapped, body)
+    out = jax.tree.map(functools.partial(_varying_like, avals=avals), out)
+    out = jax.tree.map(shapes.type_without_empty_axes, out)
+    scratch = self._scratch(avals)
+    options: dict[str, Any] = dict(
+      compiler_params=dataclasses.replace(
+        self.compiler_params, collective_id=None
+      ),
+      cost_estimate=self.cost_estimate,
+      debug=self.debug,
+      name=self.name,
+      metadata=None if self.metadata is None else dict(self.metadata),
+    )
+    if self.route == "core_map":
+      joint = _compat.joint_manual_axis_type(avals)
+      call = _compat.aliased_kernel(
+        bodies[0],
+        out,
+        mesh=self.meshes[0],
+        scratch_types=scratch,
+        varying=tuple(joint.varying),
+        **options,
+      )
+      return call, scopes
+    call = pl.kernel(
+      bodies if len(bodies) > 1 else bodies[0],
+      out_type=out,
+      mesh=self.meshes if len(bodies) > 1 else self.meshes[0],
+      scratch_types=scratch,
+      **options,
+    )
+    return call, scopes
+
+  def _scratch(self, avals):
+    """The scratch types, with the links of `cm.put` added."""
+    scratch = shapes.resolve_scratch(self.scratch, avals, self.cores)
+    if not self._has_links:
+      return scratch
+    links = pltpu.SemaphoreType.DMA((self.num_links, 2))
+    if isinstance(scratch, Mapping):
+      if _LINKS in scratch:
+        raise errors.ShapeError(f"scratch must not be named {_LINKS!r}.")
+      return {**scratch, _LINKS: links}
+    return (*scratch, links)
+
+  @property
+  def _has_links(self) -> bool:
+    # With several meshes a scratch belongs to one of them.
+    return self.num_links > 0 and len(self.meshes) == 1
+
+  def _traced_body(
+    self, body, mesh, scopes, types, *refs, **named_refs
+  ) -> None:
+    links = None
+    if self._has_links:
+      if _LINKS in named_refs:
+        links = named_refs.pop(_LINKS)
+      else:
+        *refs, links = refs
+    here = scope.KernelScope(
+      name=self.name,
+      core_axes=tuple(mesh.shape),
+      link_sems=links,
+      num_links=self.num_links,
+    )
+    scopes.append(here)
+    arrays = [
+      jax.tree.map(shapes.as_empty_ref, type_, ref)
+      for ref, type_ in zip(refs, types, strict=False)
+    ]
+    with scope.entered(here):
+      body(*arrays, *refs[len(types) :], **named_refs)
+
+  def _revise(self, params, *, place, scopes) -> dict[str, Any]:
+    """The kernel's parameters, once its body is known."""
+    jaxprs = params["jaxprs"]
+    barriers = any(
+      eqn.primitive.name == "get_barrier_semaphore"
+      for jaxpr in jaxprs
+      for eqn in _compat.walk(jaxpr)
+    )
+    collective_id = self._chosen_collective_id(scopes) if barriers else None
+    interpret: Any = False
+    if place.is_simulated:
+      num_cores = next(iter(self.cores.values()))
+      interpret = places.interpret_params(self.interpret, num_cores)
+      if collective_id is not None:
+        collective_id = places.interpreter_collective_id(collective_id)
+    return dict(
+      compiler_params=dataclasses.replace(
+        self.compiler_params, collective_id=collective_id
+      ),
+      interpret=interpret,
+    )
+
+  def _chosen_collective_id(self, scopes) -> int:
+    if self.explicit_collective_id is not None:
+      return self.explicit_collective_id
+    patterns = [s.barrier_pattern for s in scopes]
+    if not all(patterns):  # Signals that the body gives by itself.
+      patterns.append(("own", self.name, _source(self.bodies)))
+    return automatic_collective_id(self.meshes, patterns)
+
+
+def kernel(
+  body: Callable[..., None] | Sequence[Callable[..., None]] | None = None,
+  *,
+  mesh: Any,
+  out: Any = (),
+  scratch: Any = (),
+  route: Route = "kernel",
+  collective_id: int | None = None,
+  num_links: int = 4,
+  compiler_params: pltpu.CompilerParams | Mapping[str, Any] | None = None,
+  interpret: Any = None,
+  cost_estimate: pl.CostEstimate | None = None,
+  debug: bool = False,
+  name: str | None = None,
+  metadata: Mapping[str, str] | None = None,
+) -> Any:
+  """Makes a JAX function of a Pallas body that runs on every core of a mesh.
+
+  A thin layer over `pl.kernel`: the body is an ordinary Pallas body, called
+  with an HBM ref for each argument, one for each output, and the scratch. Call
+  the result inside `jax.shard_map` to run on every device. On TPU devices it
+  runs; on CPU devices it is simulated; for compile-only devices it compiles.
+
+  Args:
+    body: the body, or one for each of several meshes. None: a decorator.
+    mesh: the cores of one device, from `chip.tensor_cores()` and its like or a
+      native Pallas mesh; a sequence of meshes for a sequence of bodies.
+    out: what it returns: a pytree of `cm.like(i)`, `jax.ShapeDtypeStruct`,
+      arrays or Pallas memory types, or a function from the argument types to
+      that. Under `check_vma=True` an output varies over the device axes that
+      an argument varies over, unless it states its own `manual_axis_type`.
+    scratch: memory and semaphores of each core: a dict (passed by name) or a
+      sequence of Pallas memory types and `cm.vmem_slab(i)`, or a function from
+      the argument types to that. With several meshes each type says whose it
+      is: `pltpu.VMEM(...) @ mesh`.
+    route: "kernel" launches by `pl.kernel`; "core_map" by `core_map` with refs
+      closed over. The results are the same; measure which is faster.
+    collective_id: which barrier semaphore. Default: one made from the cores
+      and from who signals whom, so that it is the same on every process, and
+      kernels share one only if their barriers may follow each other.
+    num_links: DMA semaphore pairs for `cm.put` and `cm.start_copy` calls that
+      name none, at most one call each; not with several meshes.
+    compiler_params: `pltpu.CompilerParams` or a dict of its fields.
+    interpret: None chooses by the devices; False compiles; True or
+      `pltpu.InterpretParams` interprets.
+    cost_estimate: as for `pl.kernel`.
+    debug: as for `pl.kernel`.
+    name: default the name of the (first) body.
+    metadata: as for `pl.kernel`.
+
+  Returns:
+    A `Kernel`, or a decorator that makes one. `jax.vmap` runs it once for each
+    element. It has no derivative of its own: wrap it in `jax.custom_vjp`.
+
+  Raises:
+    ChipError, CollectiveError, UnsupportedError: arguments that contradict
+      each other.
+
+  Example:
+    @cm.kernel(mesh=chip.tensor_cores(), out=cm.like(0),
+               scratch=dict(mine=cm.vmem_slab(0)))
+    def double(x_hbm, o_hbm, *, mine):
+      rows = cm.slab(x_hbm)
+      cm.copy(x_hbm.at[rows], mine)
+      mine[...] = mine[...] * 2
+      cm.copy(mine, o_hbm.at[rows])
+  """
+  if body is None:
+    return functools.partial(
+      kernel,
+      mesh=mesh,
+      out=out,
+      scratch=scratch,
+      route=route,
+      collective_id=collective_id,
+      num_links=num_links,
+      compiler_params=compiler_params,
+      interpret=interpret,
+      cost_estimate=cost_estimate,
+      debug=debug,
+      name=name,
+      metadata=metadata,
+    )
+  bodies = tuple(body) if isinstance(body, Sequence) else (body,)
+  meshes = tuple(mesh) if isinstance(mesh, Sequence) else (mesh,)
+  if isinstance(compiler_params, Mapping):
+    compiler_params = pltpu.CompilerParams(**compiler_params)
+  return Kernel(
+    bodies=bodies,
+    meshes=meshes,
+    out=out,
+    scratch=scratch,
+    route=route,
+    collective_id=collective_id,
+    num_links=num_links,
+    compiler_params=compiler_params or pltpu.CompilerParams(),
+    interpret=interpret,
+    cost_estimate=cost_estimate,
+    debug=debug,
+    name=name or _body_name(bodies),
+    metadata=metadata,
+  )
+
+
+def automatic_collective_id(
+  meshes: Sequence[Any], patterns: Sequence[scope.Pattern | None]
+) -> int:
+  """The collective id of a kernel, from what makes sharing one safe.
+
+  Two kernels with one id may meet on one semaphore when a fast device is
+  already in the second. That is safe if both give the same signals, so the id
+  is a checksum of them: the cores, the device axes and the barrier's pattern.
+  The order in which kernels are traced, which may differ between processes,
+  plays no part.
+  """
+  cores = [(type(m).__name__, tuple(m.shape.items())) for m in meshes]
+  sizes = _compat.bound_axis_sizes()
+  devices = [(n, sizes[n]) for n in sorted(_device_axes())]
+  text = repr((cores, devices, patterns))
+  return _FIRST_AUTOMATIC_ID + zlib.crc32(text.encode()) % _FIRST_AUTOMATIC_ID
+
+
+def _device_axes() -> set[str]:
+  names = jax.sharding.get_abstract_mesh().axis_names
+  return set(names) & set(_compat.bound_axis_sizes())
+
+
+def _check_args(name: str, args: Sequence[Any]) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+    where = f"Argument {jax.tree_util.keystr(path)} of kernel {name!r}"
+    try:
+      aval = jax.typeof(leaf)
+    except TypeError as error:
+      raise errors.DTypeError(
+        f"{where} must be an array; got {type(leaf).__name__}. Pass what is"
+        " no array to the body by functools.partial."
+      ) from error
+    shapes.check_dtype(where, aval)
+
+
+def _check_axis_names(name: str, cores: Mapping[str, int]) -> None:
+  clash = set(cores) & set(_compat.bound_axis_sizes())
+  if clash:
+    raise errors.AxisError(
+      f"Core axes of kernel {name!r} must not be named like device axes;"
+      f" both have {sorted(clash)}. Rename one:"
+      " chip.tensor_cores('core')."
+    )
+
+
+def _check_collective_id(value: Any) -> None:
+  if value is None:
+    return
+  is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+  if not is_int or not 0 <= value <= _MAX_COLLECTIVE_ID:
+    raise errors.CollectiveError(
+      f"collective_id must be an int in [0, {_MAX_COLLECTIVE_ID}]; got"
+      f" {value!r}. Leave it out to get one made from the barrier."
+    )
+
+
+def _varying_like(leaf: Any, *, avals: Any) -> Any:
+  """A plain output type, varying over what any argument varies over."""
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    if leaf.manual_axis_type is not None:
+      return leaf
+  elif not isinstance(leaf, jax.Array | np.ndarray):
+    return leaf
+  return jax.ShapeDtypeStruct(
+    leaf.shape,
+    leaf.dtype,
+    manual_axis_type=_compat.joint_manual_axis_type(avals),
+  )
+
+
+def _no_derivative(name: str, *_: Any) -> Any:
+  raise errors.UnsupportedError(
+    f"Kernel {name!r} has no derivative: wrap the call in a jax.custom_vjp"
+    " function with a forward and a backward kernel, or keep it out of the"
+    " derivative with jax.lax.stop_gradient on its arguments."
+  )
+
+
+def _body_name(bodies: Sequence[Callable[..., None]]) -> str:
+  body = bodies[0]
+  while isinstance(body, functools.partial):
+    body = body.func
+  return getattr(body, "__name__", type(body).__name__)
+
+
+def _source(bodies: Sequence[Callable[..., None]]) -> tuple[str, ...]:
+  """Names that tell one body from another on every process."""
+  names = []
+  for body in bodies:
+    while isinstance(body, functools.partial):
+      body = body.func
+    names.append(f"{body.__module__}.{getattr(body, '__qualname__', '')}")
+  return tuple(names)

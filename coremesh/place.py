@@ -1,0 +1,212 @@
+"""Where a kernel that is being traced will run, and with what interpreter."""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import threading
+from typing import Any, Literal
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+
+from coremesh import _compat, chips, errors, topology
+
+_SPARSE_CORE_ON_CPU = (
+  "Kernel {name!r} runs on SparseCore subcores, which JAX's TPU interpret"
+  " mode simulates wrongly: every subcore believes it is subcore 0. It cannot"
+  " run on a CPU yet. Compile it instead, which needs no TPU:"
+  ' mesh = chip.device_mesh(..., on="compiler"), then'
+  " cm.compile(fn, *args) with fn a jax.shard_map over that mesh."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+  """Where a kernel will run.
+
+  Attributes:
+    chip: what it is traced for.
+    is_simulated: on CPU devices, by JAX's TPU interpret mode.
+    knows_chip: whether JAX's tracer knows the chip without being told.
+    num_processes: processes the device mesh spans, 1 on a TPU.
+  """
+
+  chip: chips.Chip
+  is_simulated: bool
+  knows_chip: bool
+  num_processes: int = 1
+
+  def tracing_context(self) -> Any:
+    """A context in which Pallas sees the chip."""
+    if self.knows_chip or not jax.sharding.get_abstract_mesh().empty:
+      return contextlib.nullcontext()
+    device = self.chip.abstract_device(platform="cpu")
+    return _compat.empty_device_context(device)
+
+
+def find(interpret: Any) -> Place:
+  """The place of a kernel traced now.
+
+  Args:
+    interpret: what the user asked for: None to choose, False for a TPU or the
+      compiler, anything else for interpret mode.
+
+  Raises:
+    ChipError: the devices are TPUs coremesh does not know.
+    UnsupportedError: the devices are neither TPUs nor CPUs.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = mesh.abstract_device or _default_device()
+  chip = chips.chip_of_device_kind(device.device_kind)
+  forced = _compat.forced_interpret_params()
+  if interpret is None:
+    is_simulated = bool(forced) or device.platform != "tpu"
+  else:
+    is_simulated = bool(interpret)
+  if device.platform == "tpu":
+    if chip is None:
+      raise errors.ChipError(
+        f"coremesh does not know the device kind {device.device_kind!r}; it"
+        f" knows {', '.join(chips.generations())}."
+      )
+  elif device.platform != "cpu":
+    raise errors.UnsupportedError(
+      f"coremesh kernels run on TPUs and, simulated, on CPUs; these devices"
+      f" are {device.platform!r}. Use chip.device_mesh(on='simulator')."
+    )
+  return Place(
+    chip=chip or chips.chip(),
+    is_simulated=is_simulated,
+    knows_chip=chip is not None,
+    num_processes=_num_processes(mesh),
+  )
+
+
+def _default_device() -> jax.sharding.AbstractDevice:
+  if not _compat.backends_started() and not topology.tpu_is_attached():
+    topology.simulated_devices(1)
+  device = jax.local_devices()[0]
+  return _compat.AbstractDevice(
+    device_kind=device.device_kind,
+    num_cores=getattr(device, "num_cores", None),
+    platform=device.platform,
+  )
+
+
+def _num_processes(mesh: jax.sharding.AbstractMesh) -> int:
+  device = mesh.abstract_device
+  if device is None or device.platform == "tpu":
+    return 1
+  if isinstance(device, _compat.SimulatedDevice):
+    return device.num_processes
+  spans = mesh.size > jax.local_device_count()
+  return _compat.num_processes() if spans else 1
+
+
+def check(name: str, meshes: Sequence[Any], place: Place) -> None:
+  """Checks that the meshes exist at the place.
+
+  Raises:
+    ChipError: more cores than the chip has, or a mesh without a core count.
+    UnsupportedError: SparseCores, or several processes, on a CPU.
+  """
+  for mesh in meshes:
+    _check_mesh(name, mesh, place.chip)
+  if not place.is_simulated:
+    return
+  if any(not isinstance(m, pltpu.TensorCoreMesh) for m in meshes):
+    raise errors.UnsupportedError(_SPARSE_CORE_ON_CPU.format(name=name))
+  if place.num_processes > 1:
+    raise errors.UnsupportedError(
+      f"Kernel {name!r} runs over a device mesh of {place.num_processes}"
+      " processes. On CPUs a kernel runs within one process: build the mesh"
+      " from this process's devices, chip.device_mesh(...,"
+      " devices=jax.local_devices()). Only a TPU runs it across processes,"
+      ' and a compile checks it: chip.device_mesh(..., on="compiler").'
+    )
+
+
+def _check_mesh(name: str, mesh: Any, chip: chips.Chip) -> None:
+  match mesh:
+    case pltpu.TensorCoreMesh():
+      have, what = chip.tensor_cores_per_device, "TensorCores"
+    case plsc.VectorSubcoreMesh() | plsc.ScalarSubcoreMesh():
+      have, what = chip.sparse_cores_per_device, "SparseCores"
+    case _:
+      raise errors.ChipError(
+        f"mesh of kernel {name!r} must be a TensorCoreMesh,"
+        f" VectorSubcoreMesh or ScalarSubcoreMesh; got {mesh!r}. Make one"
+        " with chip.tensor_cores() and its like."
+      )
+  if mesh.num_cores is None:
+    raise errors.ChipError(
+      f"mesh of kernel {name!r} has no number of cores: on a CPU"
+      " pltpu.TensorCoreMesh() does not know it. Use chip.tensor_cores()."
+    )
+  subcores = getattr(mesh, "num_subcores", 0)
+  if mesh.num_cores > have or subcores > chip.vector_subcores_per_sparse_core:
+    raise errors.ChipError(
+      f"Kernel {name!r} is launched on {mesh}, but a device of"
+      f" {chip.generation} has {have} {what}"
+      + (
+        f" of {chip.vector_subcores_per_sparse_core} vector subcores."
+        if have and what == "SparseCores"
+        else "."
+      )
+    )
+
+
+def interpret_params(interpret: Any, num_cores: int) -> pltpu.InterpretParams:
+  """How JAX's interpreter should run a kernel of `num_cores` TensorCores.
+
+  Fresh memory holds NaN and each DMA happens as late as it may, so that a
+  kernel that reads too early shows it.
+  """
+  base = interpret if isinstance(interpret, pltpu.InterpretParams) else None
+  base = base or _compat.forced_interpret_params() or _default_params()
+  return dataclasses.replace(base, num_cores_or_threads=num_cores)
+
+
+def _default_params(**changes: Any) -> pltpu.InterpretParams:
+  # Blocks at the edge of an array are copied whole, as on a TPU, whose arrays
+  # are padded to tiles.
+  return pltpu.InterpretParams(buffer_bounds="padded", **changes)
+
+
+@contextlib.contextmanager
+def simulation(
+  *,
+  races: bool = True,
+  dma: Literal["late", "early"] = "late",
+) -> Iterator[None]:
+  """Runs the kernels called inside in JAX's TPU interpret mode, checked.
+
+  Args:
+    races: detect data races by happens-before; a race raises with the source
+      lines of both accesses.
+    dma: when a DMA moves its bytes: as late as the waits allow, or at once.
+
+  Raises:
+    ValueError: another value of `dma`.
+
+  Example:
+    with cm.simulation(races=True):
+      y = swap(x)
+  """
+  modes = {"late": "on_wait", "early": "eager"}
+  if dma not in modes:
+    raise errors.CoreMeshError(f"dma must be 'late' or 'early'; got {dma!r}.")
+  params = _default_params(detect_races=races, dma_execution_mode=modes[dma])
+  with pltpu.force_tpu_interpret_mode(params):
+    yield
+
+
+_INTERPRETER_IDS: dict[int, int] = {}
+_INTERPRETER_IDS_LOCK = threading.Lock()
+
+
+def interpreter_collective_id(collective_id: int) -> int:
+  """A small number for a collective id: JAX's interpreter holds 16 bits."""
+  with _INTERPRETER_IDS_LOCK:
+    return _INTERPRETER_IDS.setdefault(collective_id, len(_INTERPRETER_IDS))

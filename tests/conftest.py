@@ -1,0 +1,49 @@
+"""Eight simulated devices, strict types, and no errors left over."""
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import pytest
+from hypothesis import settings
+
+# The first call of a jitted function compiles, whatever its arguments.
+settings.register_profile("coremesh", deadline=None)
+settings.load_profile("coremesh")
+
+_NUM_DEVICES = 8
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--chip",
+    default=None,
+    help="run the tests marked tpu on this attached chip, such as v5p:2x2x1",
+  )
+
+
+def pytest_configure(config):
+  config.addinivalue_line("markers", "tpu: needs an attached TPU, --chip=NAME")
+  if config.getoption("--chip") is None:
+    jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
+  jax.config.update("jax_numpy_dtype_promotion", "strict")
+  jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config, items):
+  if config.getoption("--chip") is not None:
+    return
+  skip = pytest.mark.skip(reason="needs an attached TPU: pytest --chip=NAME")
+  for item in items:
+    if "tpu" in item.keywords:
+      item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers():
+  """Clears what a failed kernel leaves: JAX raises its error once more."""
+  yield
+  try:
+    jax.effects_barrier()
+  except Exception:  # noqa: BLE001  The error has been seen by the test.
+    pass
+  pltpu.reset_tpu_interpret_mode_state()
