@@ -46,8 +46,8 @@ help: ## list the targets
 	    printf 'make %-7s %s\n' "$$target" "$$text"; \
 	  done
 
-demo: $(stamp) ## simulate, compile and time a kernel on this machine
-	$(python) -m coremesh.cli.main demo
+demo: $(stamp) ## simulate a kernel, then compile it for every chip
+	$(python) -m examples.demo
 
 test: lint ## lint, then run the tests
 	$(python) -m pytest -n 2

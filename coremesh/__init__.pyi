@@ -22,6 +22,7 @@ from .errors import PipelineError as PipelineError
 from .errors import ShapeError as ShapeError
 from .errors import UnsupportedError as UnsupportedError
 from .launch import Kernel as Kernel
+from .launch import Route as Route
 from .launch import kernel as kernel
 from .mesh import axis_sizes as axis_sizes
 from .mesh import coordinates as coordinates

@@ -12,13 +12,19 @@ from jax._src import distributed as _distributed
 from jax._src import hardware_utils as _hardware_utils
 from jax._src import tpu_info as _tpu_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.pallas import core as _pallas_core
 from jax._src.pallas import mpmd as _mpmd
+from jax._src.pallas.mosaic import primitives as _mosaic_primitives
 from jax._src.state import types as _state_types
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
 import numpy as np
+
+from coremesh import errors
 
 AbstractDevice = jax.sharding.AbstractDevice
 
@@ -130,9 +136,9 @@ def forced_interpret_params() -> pltpu.InterpretParams | None:
   return _config.pallas_tpu_interpret_mode_context_manager.value or None
 
 
-def is_ref(value: Any) -> bool:
-  """Whether a kernel argument is a ref, not an array."""
-  return isinstance(jax.typeof(value), _state_types.AbstractRef)
+def is_ref_type(aval: Any) -> bool:
+  """Whether a type is that of a ref."""
+  return isinstance(aval, _state_types.AbstractRef)
 
 
 def memory_space(ref: Any) -> Any:
@@ -210,6 +216,17 @@ def walk(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
       yield from walk(inner)
 
 
+def uses_barrier_semaphore(jaxpr: jex_core.Jaxpr) -> bool:
+  """Whether a kernel's program asks for the barrier semaphore."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is _mosaic_primitives.get_barrier_semaphore_p:
+      return True
+    # Most of a program is arithmetic, which has no effects and no barriers.
+    if eqn.effects and any(map(uses_barrier_semaphore, inner_jaxprs(eqn))):
+      return True
+  return False
+
+
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:
   """The programs an equation holds: branches, loop bodies, kernels."""
   for value in eqn.params.values():
@@ -280,18 +297,87 @@ def _is_literal(atom: Any) -> bool:
   return isinstance(atom, jex_core.Literal)
 
 
+# A kernel launch: `mpmd_map`, the primitive of `pl.kernel`, with the
+# transformations it lacks. Its parameters are the same.
+kernel_p = _core.Primitive("coremesh_kernel")
+kernel_p.multiple_results = True
+kernel_p.def_effectful_abstract_eval(_mpmd._mpmd_map_abstract_eval)
+
+
+@kernel_p.def_impl
+def _run_kernel(*args: Any, **params: Any) -> Any:
+  return jax.jit(lambda *args: kernel_p.bind(*args, **params))(*args)
+
+
+def _lower_with(rule: Callable[..., Any]) -> Callable[..., Any]:
+  def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    # JAX lowers parts of a kernel by tracing, and mixes a device's index, which
+    # varies over devices, with plain numbers. Inside the kernel that has no
+    # meaning, but under shard_map(check_vma=True) it would be refused.
+    with _config._check_vma(False):
+      return rule(ctx, *operands, **params)
+
+  return lower
+
+
+_mlir.register_lowering(
+  kernel_p, _lower_with(_mpmd._mpmd_map_tpu_lowering), platform="tpu"
+)
+_mlir.register_lowering(
+  kernel_p, _lower_with(_mpmd._mpmd_map_fallback_lowering), platform="cpu"
+)
+
+
+def _batch_kernel(args: Any, dims: Any, **params: Any) -> Any:
+  """One launch after the other: right for barriers, prefetch and check_vma."""
+  is_batched = [d is not None for d in dims]
+  stacked = [
+    _batching.moveaxis(arg, dim, 0)
+    for arg, dim, batched in zip(args, dims, is_batched, strict=True)
+    if batched
+  ]
+
+  def launch(elements):
+    rest = iter(elements)
+    flat = [
+      next(rest) if batched else arg
+      for arg, batched in zip(args, is_batched, strict=True)
+    ]
+    return kernel_p.bind(*flat, **params)
+
+  results = jax.lax.map(launch, stacked)
+  return results, [0] * len(results)
+
+
+def _refuse_derivative(primals: Any, tangents: Any, **params: Any) -> Any:
+  raise errors.UnsupportedError(
+    f"Kernel {params['name']!r} has no derivative: wrap the call in a"
+    " jax.custom_vjp function with a forward and a backward kernel, or keep it"
+    " out of the derivative with jax.lax.stop_gradient on its arguments."
+  )
+
+
+_batching.primitive_batchers[kernel_p] = _batch_kernel
+_ad.primitive_jvps[kernel_p] = _refuse_derivative
+
+KERNEL_PRIMITIVES = ("mpmd_map", kernel_p.name)
+
+
 def replay(
   staged: jex_core.ClosedJaxpr,
   flat_args: Sequence[Any],
   revise: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Sequence[Any]:
   """Runs a staged kernel call with the kernel's parameters revised."""
-  jaxpr = staged.jaxpr
-  eqns = [
-    eqn.replace(params={**eqn.params, **revise(eqn.params)})
-    if eqn.primitive.name == "mpmd_map"
-    else eqn
-    for eqn in jaxpr.eqns
-  ]
-  closed = jex_core.ClosedJaxpr(jaxpr.replace(eqns=eqns), staged.consts)
+
+  def revised(eqn):
+    if eqn.primitive.name != "mpmd_map":
+      return eqn
+    params = {**eqn.params, **revise(eqn.params)}
+    if any(is_ref_type(v.aval) for v in eqn.invars):
+      return eqn.replace(params=params)  # JAX knows how to discharge this one.
+    return eqn.replace(primitive=kernel_p, params=params)
+
+  jaxpr = staged.jaxpr.replace(eqns=[revised(e) for e in staged.jaxpr.eqns])
+  closed = jex_core.ClosedJaxpr(jaxpr, staged.consts)
   return jex_core.jaxpr_as_fun(closed)(*flat_args)

@@ -92,20 +92,6 @@ class Kernel:
         the helpers.
     """
     _check_args(self.name, args)
-    if any(_compat.is_ref(leaf) for leaf in jax.tree.leaves(args)):
-      return self._launch(*args)  # JAX transforms no function of a ref.
-    return self._transformable()(*args)
-
-  def _transformable(self) -> Callable[..., Any]:
-    # JAX has no derivative of a kernel, and its batching rule fails under
-    # check_vma and for kernels with barriers; one call after the other is
-    # right for all of them.
-    batched = jax.custom_batching.sequential_vmap(self._launch)
-    function = jax.custom_jvp(batched)
-    function.defjvp(functools.partial(_no_derivative, self.name))
-    return function
-
-  def _launch(self, *args: Any) -> Any:
     place = places.find(self.interpret)
     places.check(self.name, self.meshes, place)
     _check_axis_names(self.name, self.cores)
@@ -218,11 +204,7 @@ class Kernel:
   def _revise(self, params, *, place, scopes) -> dict[str, Any]:
     """The kernel's parameters, once its body is known."""
     jaxprs = params["jaxprs"]
-    barriers = any(
-      eqn.primitive.name == "get_barrier_semaphore"
-      for jaxpr in jaxprs
-      for eqn in _compat.walk(jaxpr)
-    )
+    barriers = any(map(_compat.uses_barrier_semaphore, jaxprs))
     collective_id = self._chosen_collective_id(scopes) if barriers else None
     interpret: Any = False
     if place.is_simulated:
@@ -418,14 +400,6 @@ def _varying_like(leaf: Any, *, avals: Any) -> Any:
     leaf.shape,
     leaf.dtype,
     manual_axis_type=_compat.joint_manual_axis_type(avals),
-  )
-
-
-def _no_derivative(name: str, *_: Any) -> Any:
-  raise errors.UnsupportedError(
-    f"Kernel {name!r} has no derivative: wrap the call in a jax.custom_vjp"
-    " function with a forward and a backward kernel, or keep it out of the"
-    " derivative with jax.lax.stop_gradient on its arguments."
   )
 
 

@@ -77,6 +77,11 @@ class VmemSlab:
         f"over of cm.vmem_slab must name core axes of the kernel,"
         f" {list(cores)}; got {unknown}."
       )
+    if len(set(names)) != len(names) or not names:
+      raise errors.AxisError(
+        f"over of cm.vmem_slab must be one or more different names; got"
+        f" {names}."
+      )
     return math.prod(cores[n] for n in names)
 
 
@@ -128,6 +133,7 @@ def resolve_out(out: Any, avals: Sequence[Any]) -> Any:
     avals: the types of the kernel's arguments.
 
   Raises:
+    ShapeError: what is no array type.
     DTypeError: a 64-bit output.
   """
   tree = _call_if_function(out, avals)
@@ -142,6 +148,11 @@ def _out_type(leaf: Any, avals: Sequence[Any]) -> Any:
   if isinstance(leaf, VmemSlab):
     raise errors.ShapeError(
       "out holds arrays in HBM; cm.vmem_slab is for scratch. Use cm.like."
+    )
+  if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    raise errors.ShapeError(
+      "out must be made of cm.like(i), jax.ShapeDtypeStruct, arrays or Pallas"
+      f" memory types; got {leaf!r}."
     )
   return check_dtype("out", leaf)
 
@@ -158,12 +169,17 @@ def resolve_scratch(
     cores: the cores along each axis of the kernel's meshes.
 
   Raises:
-    ShapeError: a slab that does not divide.
+    ShapeError: a slab that does not divide, or a `cm.like`.
     DTypeError: a 64-bit scratch.
   """
   tree = _call_if_function(scratch, avals)
 
   def one(leaf):
+    if isinstance(leaf, Like):
+      raise errors.ShapeError(
+        "scratch holds memory of a core; cm.like is for out. Use cm.vmem_slab"
+        " or pltpu.VMEM(shape, dtype)."
+      )
     if isinstance(leaf, VmemSlab):
       leaf = leaf.resolve(avals, cores)
     return check_dtype("scratch", leaf)

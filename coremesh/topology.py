@@ -7,7 +7,7 @@ import math
 import os
 
 import jax
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 import numpy as np
 
 from coremesh import _compat, errors
@@ -67,9 +67,16 @@ def simulated_devices(num_devices: int) -> list[jax.Device]:
   return devices[:num_devices]
 
 
-def _request_cpu_devices(num_devices: int) -> None:
-  if _compat.requested_platforms() is None and not tpu_is_attached():
+def _keep_jax_on_cpu() -> None:
+  """Spares JAX the search for a TPU that is not there, and its complaints."""
+  if _compat.backends_started() or tpu_is_attached():
+    return
+  if _compat.requested_platforms() is None:
     jax.config.update("jax_platforms", "cpu")
+
+
+def _request_cpu_devices(num_devices: int) -> None:
+  _keep_jax_on_cpu()
   local = _local_share(num_devices)
   flags = os.environ.get("XLA_FLAGS", "")
   if "xla_force_host_platform_device_count" in flags:
@@ -82,14 +89,11 @@ def _local_share(num_devices: int) -> int:
   return math.ceil(num_devices / _compat.num_processes())
 
 
-def compile_only_devices(
-  name: str, *, num_dims: int, megacore: bool
-) -> list[jax.Device]:
+def compile_only_devices(name: str, *, megacore: bool) -> list[jax.Device]:
   """Devices of a TPU slice that is not there, for the compiler only.
 
   Args:
     name: the slice in libtpu's words, such as "v5p:2x2x1".
-    num_dims: how many numbers the topology of this chip has.
     megacore: whether two TensorCores form one device (v4, v5p).
 
   Returns:
@@ -99,15 +103,17 @@ def compile_only_devices(
   Raises:
     ChipError: libtpu has no such slice, or is missing.
   """
-  return list(_topology(name, num_dims, megacore).devices)
+  _keep_jax_on_cpu()
+  return list(_topology(name, megacore).devices)
 
 
 @functools.lru_cache(maxsize=64)
-def _topology(name: str, num_dims: int, megacore: bool):
+def _topology(name: str, megacore: bool):
   options = {"chip_config_name": "megacore"} if megacore else {}
   # A host holds 2x2x1 chips; a slice that does not divide by that is one
-  # whose hosts hold a single chip.
-  single_chip_hosts = {"chips_per_host_bounds": (1,) * num_dims}
+  # whose hosts hold a single chip. (Three numbers, also where chips form a
+  # plane.)
+  single_chip_hosts = {"chips_per_host_bounds": (1, 1, 1)}
   try:
     with offline_libtpu():
       try:
@@ -157,7 +163,13 @@ def arrange(
 ) -> jax.sharding.Mesh:
   """A mesh over TPU or compile-only devices, neighbours next to each other."""
   types = axis_types or (jax.sharding.AxisType.Auto,) * len(shape)
-  return jax.make_mesh(shape, axis_names, devices=devices, axis_types=types)
+  try:
+    return jax.make_mesh(shape, axis_names, devices=devices, axis_types=types)
+  except NotImplementedError:  # No axis is a product of axes of the slice.
+    grid = mesh_utils.create_device_mesh(
+      shape, devices, allow_split_physical_axes=True
+    )
+    return jax.sharding.Mesh(grid, axis_names, types)
 
 
 def arrange_simulated(

@@ -3,8 +3,10 @@
 import dataclasses
 import time
 from typing import Any
+import warnings
 
 import jax
+from jax.experimental.pallas import tpu_sc as plsc
 
 from coremesh import errors
 from coremesh.compiler import usage
@@ -56,7 +58,10 @@ def compile(fn: Any, *args: Any) -> Compiled:  # pylint: disable=redefined-built
   start = time.perf_counter()
   traced = jitted.trace(*shapes)
   kernels = tuple(usage.of_program(traced.jaxpr.jaxpr))
-  executable = traced.lower().compile()
+  with warnings.catch_warnings():
+    # emit_pipeline names a semaphore for every copy; nobody can change that.
+    warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
+    executable = traced.lower().compile()
   seconds = time.perf_counter() - start
   shardings = jax.tree.leaves(executable.input_shardings)
   platforms = {d.platform for s in shardings for d in s.device_set}

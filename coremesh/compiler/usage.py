@@ -74,7 +74,7 @@ def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
   return [
     _of_kernel(eqn.params)
     for eqn in _compat.walk(jaxpr)
-    if eqn.primitive.name == "mpmd_map"
+    if eqn.primitive.name in _compat.KERNEL_PRIMITIVES
   ]
 
 
@@ -83,9 +83,7 @@ def _of_kernel(params: dict[str, Any]) -> KernelUsage:
   for jaxpr in params["jaxprs"]:
     own = _of_refs(v.aval for v in jaxpr.invars)
     usage = usage | (own + _peak(jaxpr))
-    uses_barrier |= any(
-      e.primitive.name == "get_barrier_semaphore" for e in _compat.walk(jaxpr)
-    )
+    uses_barrier |= _compat.uses_barrier_semaphore(jaxpr)
   return KernelUsage(
     name=params["name"] or "kernel",
     meshes=params["meshes"],

@@ -1,0 +1,1 @@
+"""The command `coremesh`: one module for each of its commands."""

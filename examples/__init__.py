@@ -1,0 +1,1 @@
+"""Small programs, one idea each: `python -m examples.NAME --help`."""

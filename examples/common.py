@@ -1,0 +1,80 @@
+"""Flags and reports that the examples share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags
+import jax
+from ml_collections import config_flags
+import numpy as np
+
+import coremesh as cm
+
+_CHIP = flags.DEFINE_string(
+  "chip",
+  None,
+  "TPU slice, such as v5p:2x2x1. Default: the attached TPU, else"
+  " $COREMESH_CHIP, else v5p:2x2x1, simulated.",
+)
+_COMPILE = flags.DEFINE_bool(
+  "compile", False, "Also compile for the chip with libtpu; needs no TPU."
+)
+
+type Build = Callable[[cm.Chip, jax.sharding.Mesh], Callable[..., Any]]
+
+
+def chip() -> cm.Chip:
+  """The chip the flags ask for."""
+  return cm.chip(_CHIP.value)
+
+
+def run(main: Callable[..., None], *, config: str | None = None) -> None:
+  """Parses the flags and calls `main`, with its config if it has one.
+
+  The flag --config is made here, not where an example is imported, so that
+  several can be imported by one program.
+  """
+  flag = None
+  if config is not None:
+    flag = config_flags.DEFINE_config_file("config", config)
+
+  def checked(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+      raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
+    main() if flag is None else main(flag.value)
+
+  app.run(checked)
+
+
+def random_floats(shape: Sequence[int], seed: int) -> np.ndarray:
+  """float32 numbers of a normal distribution."""
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def ran_on(mesh: jax.sharding.Mesh) -> str:
+  """Where a program over `mesh` ran, in words."""
+  kind = mesh.devices.flat[0].platform
+  return "TPU" if kind == "tpu" else "simulated"
+
+
+def compile_if_asked(build: Build, *args: Any) -> None:
+  """With --compile: compiles the example for its chip and prints the result.
+
+  Args:
+    build: makes the example's function for a chip and a device mesh of it.
+    *args: arguments of that function, arrays or their shapes.
+  """
+  if _COMPILE.value:
+    print(compiled(chip(), build, *args))
+
+
+def compiled(chip: cm.Chip, build: Build, *args: Any) -> str:
+  """Compiles the example for a chip; one line that says what came out."""
+  mesh = chip.device_mesh("device", on="compiler")
+  result = cm.compile(build(chip, mesh), *args)
+  uses = ", ".join(
+    f"{k.name}: VMEM {k.usage.vmem_bytes_per_core} bytes,"
+    f" {k.usage.semaphores_per_core} semaphores a core"
+    for k in result.kernels
+  )
+  return f"compiled for {chip.name}: {result.code_bytes} bytes of code; {uses}"

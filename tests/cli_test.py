@@ -1,0 +1,45 @@
+"""Tests for the command coremesh."""
+
+import pytest
+
+from coremesh.cli import main
+
+
+def test_chips_prints_one_column_for_each_chip(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "200")
+  assert main.main(["chips", "v5p:2x2x1", "tpu7x"]) == 0
+  printed = capsys.readouterr().out
+  assert "v5p:2x2x1" in printed
+  assert "tpu7x:2x2x1" in printed
+  [row] = [r for r in printed.splitlines() if "lanes a vector subcore" in r]
+  assert row.replace("│", "").split()[-2:] == ["8", "16"]
+
+
+def test_plan_prints_every_share_and_the_imbalance(capsys):
+  assert main.main(["plan", "10", "4"]) == 0
+  printed = capsys.readouterr().out
+  assert "imbalance 1.200" in printed
+  assert len(printed.splitlines()) == 2 + 4 + 1
+
+
+@pytest.mark.parametrize(
+  ("argv", "reason"),
+  [
+    (["plan", "10", "4", "--even"], "must be a multiple"),
+    (["plan", "10", "0"], "workers"),
+    (["chips", "v9"], "There is no chip 'v9'"),
+  ],
+)
+def test_a_request_that_cannot_be_met_says_why_and_exits_with_2(
+  argv, reason, capsys
+):
+  assert main.main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert reason in err
+
+
+def test_an_unknown_command_is_refused(capsys):
+  with pytest.raises(SystemExit, match="2"):
+    main.main(["fly"])
+  assert "invalid choice: 'fly'" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Every example gives the right answer, and compiles where the cores exist."""
+
+import functools
+import importlib
+import pathlib
+
+from absl.testing import flagsaver
+import jax
+import numpy as np
+import pytest
+
+import coremesh as cm
+from examples import common
+from tests import support
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_NAMES = (
+  "add_one",
+  "indexed_add_one",
+  "ring_shift",
+  "sc_add_one",
+  "sum_blocks",
+  "swap_cores",
+)
+# One size that suits the hardware and one that does not.
+_SIZES = {
+  "add_one": [{}, dict(rows_per_device=13, columns=200)],
+  "indexed_add_one": [{}, dict(rows_per_device=20, columns=768, first_block=2)],
+  "ring_shift": [{}, dict(steps=11, rows=5, columns=100)],
+  "sc_add_one": [{}, dict(rows_per_device=100, columns=200)],
+  "sum_blocks": [{}, dict(terms=3, rows_per_device=13, columns=200)],
+  "swap_cores": [{}, dict(rows_per_device=5, columns=200)],
+}
+
+
+def _run(name: str, changes: dict, **flags) -> None:
+  config = importlib.import_module(f"configs.{name}").get_config()
+  config.update(changes)
+  with flagsaver.flagsaver(chip=flags.pop("chip", "v5p:2x2x1"), **flags):
+    importlib.import_module(f"examples.{name}").main(config)
+
+
+@pytest.fixture(autouse=True)
+def _parsed_flags():
+  importlib.import_module("examples.sum_blocks")  # Declares --wrong.
+  common.flags.FLAGS(["examples"])
+
+
+def test_every_example_is_tested_and_short():
+  files = {p.stem: p for p in (_ROOT / "examples").glob("*.py")}
+  assert set(files) - {"__init__", "common", "demo"} == set(_NAMES)
+  for name in _NAMES:
+    assert len(files[name].read_text().splitlines()) <= 80, name
+
+
+@pytest.mark.parametrize(
+  ("name", "changes"), [(n, c) for n in _NAMES for c in _SIZES[n]]
+)
+def test_an_example_checks_its_own_answer(name, changes, capsys):
+  _run(name, changes)
+  printed = capsys.readouterr().out
+  if name == "sc_add_one":
+    assert "Not run: " in printed
+    assert "compiled for v5p:2x2x1" in printed
+  else:
+    assert "simulated on v5p:2x2x1" in printed
+    assert "bit for bit" in printed
+
+
+def test_a_wrong_answer_fails(monkeypatch):
+  swap_cores = importlib.import_module("examples.swap_cores")
+  monkeypatch.setattr(swap_cores, "expected", lambda x: x)
+  with pytest.raises(AssertionError, match="Arrays are not equal"):
+    _run("swap_cores", {})
+
+
+@pytest.mark.parametrize(
+  ("wrong", "reason"),
+  [("outer", "is left and revisited"), ("garbage", "would overwrite")],
+)
+def test_each_wrong_sum_shows_its_error(wrong, reason, capsys):
+  _run("sum_blocks", {}, wrong=wrong)
+  assert reason in capsys.readouterr().out
+
+
+def test_a_mistyped_setting_is_refused():
+  with pytest.raises((AttributeError, KeyError), match="rowz"):
+    importlib.import_module("configs.add_one").get_config().rowz  # noqa: B018
+
+
+def _build_and_shapes(name: str, chip: cm.Chip):
+  """An example's maker for the compiler, and the shapes of its arguments."""
+  build = importlib.import_module(f"examples.{name}").build
+  devices, cores = chip.num_devices, chip.tensor_cores_per_device
+  wide = jax.ShapeDtypeStruct((32 * devices, 512), np.float32)
+  match name:
+    case "add_one":
+      return functools.partial(build, block=(8, 128)), [wide]
+    case "indexed_add_one":
+      return build, [wide, jax.ShapeDtypeStruct((1,), np.int32)]
+    case "ring_shift":
+      blocks = jax.ShapeDtypeStruct((devices * cores, 8, 128), np.float32)
+      return functools.partial(build, steps=3), [blocks]
+    case "sum_blocks":
+      return build, [jax.ShapeDtypeStruct((4, 16 * devices, 128), np.int32)]
+    case "sc_add_one":
+      return build, [jax.ShapeDtypeStruct((1024 * devices, 128), np.int32)]
+    case _:
+      return build, [wide]
+
+
+@pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_example_compiles_for_every_chip_with_its_cores(name, chip):
+  found = cm.chip(chip)
+  build, shapes = _build_and_shapes(name, found)
+  if name == "swap_cores" and found.tensor_cores_per_device == 1:
+    with pytest.raises(cm.CollectiveError, match="can only be this worker"):
+      common.compiled(found, build, *shapes)
+    return
+  line = common.compiled(found, build, *shapes)
+  assert line.startswith(f"compiled for {chip}: ")
+
+
+def test_the_ring_compiles_for_512_chips():
+  pod = cm.chip("v5p:8x8x8")
+  build, shapes = _build_and_shapes("ring_shift", pod)
+  assert "compiled for v5p:8x8x8" in common.compiled(pod, build, *shapes)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_example_is_right_on_the_attached_tpu(name, request, capsys):
+  _run(name, {}, chip=request.config.getoption("--chip"))
+  assert capsys.readouterr().out.startswith(("TPU on", "route kernel: TPU on"))
