@@ -71,7 +71,7 @@ class Split:
   def max_size(self) -> int:
     """Items of the largest share: a buffer of this size fits every worker."""
     # The first worker has the most units, and a ragged one only if alone.
-    return self.size(0)
+    return int(self.size(0))
 
   @property
   def imbalance(self) -> float:
@@ -81,7 +81,8 @@ class Split:
   @property
   def shares(self) -> tuple[tuple[int, int], ...]:
     """(start, size) of every worker, in items."""
-    return tuple((self.start(w), self.size(w)) for w in range(self.workers))
+    workers = range(self.workers)
+    return tuple((self.start(w), int(self.size(w))) for w in workers)
 
   def start[W: (int, jax.Array)](self, worker: W) -> W:
     """Returns the first item of `worker`.
@@ -103,11 +104,15 @@ class Split:
       return first
     return _minimum(first, self.total)
 
-  def size[W: (int, jax.Array)](self, worker: W) -> W:
-    """Returns how many items `worker` owns; argument and errors as `start`."""
+  def size(self, worker: Index) -> Index:
+    """Returns how many items `worker` owns; argument and errors as `start`.
+
+    An int, whatever `worker` is, where all shares are alike: a loop or grid of
+    that length stays static.
+    """
     index = _checked_index("worker", worker, bound=self.workers)
     if self.is_even:
-      return _as(index, self.total // self.workers)
+      return self.total // self.workers
     stop = _minimum(self._first_unit(index + 1) * self.unit, self.total)
     return stop - self.start(index)
 

@@ -38,7 +38,14 @@ _KINDS = [
 
 
 def _start_and_size(shares, workers):
-  return jax.jit(jax.vmap(lambda w: (shares.start(w), shares.size(w))))(workers)
+  def of(worker):
+    return shares.start(worker), jnp.asarray(shares.size(worker), jnp.int32)
+
+  return jax.jit(jax.vmap(of))(workers)
+
+
+def _traced_methods(shares):
+  return (shares.start,) if shares.is_even else (shares.start, shares.size)
 
 
 # --- shares ----------------------------------------------------------------
@@ -131,7 +138,7 @@ def test_traced_shares_equal_the_python_ones(shares, x64):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int64])
 def test_traced_results_are_strong_int32_scalars_even_with_x64(shares, dtype):
   with jax.enable_x64(True):
-    for method in (shares.start, shares.size):
+    for method in _traced_methods(shares):
       traced = jax.make_jaxpr(method)(jnp.zeros((), dtype))
       (result,) = traced.out_avals
       assert (result.shape, result.dtype) == ((), jnp.int32)
@@ -142,10 +149,17 @@ def test_traced_results_are_strong_int32_scalars_even_with_x64(shares, dtype):
 
 @pytest.mark.parametrize("shares", _KINDS, ids=repr)
 def test_concrete_jax_scalars_are_answered_with_jax_scalars(shares):
-  for method in (shares.start, shares.size):
+  for method in _traced_methods(shares):
     result = method(jnp.int32(1))
     assert isinstance(result, jax.Array)
     assert int(result) == method(1)
+
+
+@pytest.mark.parametrize("shares", _KINDS, ids=repr)
+def test_the_size_is_a_plain_int_exactly_where_all_shares_are_alike(shares):
+  size = shares.size(jnp.int32(1))
+  assert isinstance(size, int) == shares.is_even
+  assert int(size) == shares.size(1)
 
 
 @pytest.mark.parametrize(
