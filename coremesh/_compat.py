@@ -28,6 +28,8 @@ from coremesh import errors
 
 AbstractDevice = jax.sharding.AbstractDevice
 
+type Revise = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 # --- machine ---------------------------------------------------------------
 
@@ -157,6 +159,24 @@ def memory_space_of_type(ref_type: Any) -> Any:
   return None if isinstance(space, _core.MemorySpace) else space
 
 
+def core_mesh_of_type(ref_type: Any) -> Any:
+  """The mesh whose memory a ref of this type is in, `VMEM @ mesh`, or None."""
+  space = getattr(ref_type, "memory_space", None)
+  return getattr(space, "mesh", None)
+
+
+def is_memory_type(leaf: Any) -> bool:
+  """Whether this is a shape in a Pallas memory, such as `pltpu.HBM(...)`."""
+  return isinstance(leaf, _pallas_core.MemoryRef)
+
+
+def output_in_memory(leaf: Any, *, manual_axis_type: Any) -> Any:
+  """A Pallas memory type as the type of an output that varies over devices."""
+  return leaf.get_array_aval().update(
+    sharding=_core.get_cur_mesh_sharding(), manual_axis_type=manual_axis_type
+  )
+
+
 def joint_manual_axis_type(avals: Any) -> Any:
   """The device axes that any of the types varies over, as JAX writes it."""
   varying = frozenset()
@@ -172,7 +192,6 @@ def aliased_kernel(
   *,
   mesh: Any,
   scratch_types: Any,
-  varying: tuple[str, ...],
   **options: Any,
 ) -> Callable[..., Any]:
   """What `core_map` over closed-over refs becomes when JAX lowers it.
@@ -185,16 +204,14 @@ def aliased_kernel(
 
   def call(*args):
     num_inputs = len(jax.tree.leaves(args))
-    empties = [jax.lax.empty(t.shape, t.dtype) for t in leaves]
-    if varying:
-      empties = [jax.lax.pcast(e, varying, to="varying") for e in empties]
+    empties = [_empty(t) for t in leaves]
 
     def on_refs(*refs, **named_refs):
       inputs, outputs = refs[: len(args)], refs[len(args) :][: len(leaves)]
       scratch = refs[len(args) + 2 * len(leaves) :]
       outputs = jax.tree.unflatten(tree, outputs)
       outputs = outputs if isinstance(out, list | tuple) else (outputs,)
-      body(*inputs, *outputs, *scratch, **named_refs)
+      return body(*inputs, *outputs, *scratch, **named_refs)
 
     launch = _mpmd._mpmd_map(
       [(mesh, on_refs)],
@@ -206,6 +223,13 @@ def aliased_kernel(
     return jax.tree.unflatten(tree, launch(*args, *empties))
 
   return call
+
+
+def _empty(type_: Any) -> jax.Array:
+  array = jax.lax.empty(type_.shape, type_.dtype)
+  varying = tuple(type_.manual_axis_type.varying)
+  is_checked = varying and _config._check_vma.value
+  return jax.lax.pcast(array, varying, to="varying") if is_checked else array
 
 
 def walk(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
@@ -363,21 +387,37 @@ _ad.primitive_jvps[kernel_p] = _refuse_derivative
 KERNEL_PRIMITIVES = ("mpmd_map", kernel_p.name)
 
 
-def replay(
-  staged: jex_core.ClosedJaxpr,
-  flat_args: Sequence[Any],
-  revise: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Sequence[Any]:
-  """Runs a staged kernel call with the kernel's parameters revised."""
+class _LaunchTrace(_core.Trace):
+  """Passes everything on, and kernel launches with their parameters revised."""
 
-  def revised(eqn):
-    if eqn.primitive.name != "mpmd_map":
-      return eqn
-    params = {**eqn.params, **revise(eqn.params)}
-    if any(is_ref_type(v.aval) for v in eqn.invars):
-      return eqn.replace(params=params)  # JAX knows how to discharge this one.
-    return eqn.replace(primitive=kernel_p, params=params)
+  __slots__ = ("_parent", "_revise")
 
-  jaxpr = staged.jaxpr.replace(eqns=[revised(e) for e in staged.jaxpr.eqns])
-  closed = jex_core.ClosedJaxpr(jaxpr, staged.consts)
-  return jex_core.jaxpr_as_fun(closed)(*flat_args)
+  def __init__(self, parent: _core.Trace, revise: Revise):
+    super().__init__()
+    self.requires_low = parent.requires_low
+    self._parent = parent
+    self._revise = revise
+
+  def stage_value(self, val: Any) -> Any:
+    return self._parent.stage_value(val)
+
+  def process_primitive(
+    self, primitive: Any, tracers: Any, params: Any, /
+  ) -> Any:
+    with _core.set_current_trace(self._parent):
+      if primitive is not _mpmd.mpmd_map_p:
+        return primitive.bind(*tracers, **params)
+      params = {**params, **self._revise(params)}
+      # JAX knows how to discharge the refs of its own primitive.
+      has_refs = any(is_ref_type(jax.typeof(t)) for t in tracers)
+      return (primitive if has_refs else kernel_p).bind(*tracers, **params)
+
+
+def revising_launches(revise: Revise) -> Any:
+  """A context in which `pl.kernel` launches with its parameters revised.
+
+  Args:
+    revise: from the parameters of the launch, whose body has been traced, to
+      those that should be others.
+  """
+  return _core.set_current_trace(_LaunchTrace(_core.trace_ctx.trace, revise))

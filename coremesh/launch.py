@@ -1,6 +1,7 @@
 """From a body and a mesh of cores to a JAX function: `cm.kernel`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -22,9 +23,12 @@ _MAX_COLLECTIVE_ID = 2**31 - 1
 _FIRST_AUTOMATIC_ID = 2**30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
   """A kernel that can be called on arrays; make one with `cm.kernel`.
+
+  Equal to itself only, as a function is, so that JAX can cache what it makes of
+  it whatever `out` and `scratch` hold.
 
   Attributes: as the arguments of `cm.kernel`, `bodies` and `meshes` in pairs.
   """
@@ -59,6 +63,15 @@ class Kernel:
         " route='kernel' for several."
       )
     _check_collective_id(self.explicit_collective_id)
+    if type(self.num_links) is not int or self.num_links < 0:
+      raise errors.CollectiveError(
+        f"num_links must be an int of at least 0; got {self.num_links!r}."
+      )
+
+  @property
+  def __name__(self) -> str:
+    """What JAX calls the function in its errors and profiles."""
+    return self.name
 
   @property
   def explicit_collective_id(self) -> int | None:
@@ -91,35 +104,20 @@ class Kernel:
       AxisError, ChipError, CollectiveError, ShapeError, UnsupportedError: see
         the helpers.
     """
-    _check_args(self.name, args)
+    avals = [jax.tree.map(jax.typeof, arg) for arg in _checked(self.name, args)]
     place = places.find(self.interpret)
     places.check(self.name, self.meshes, place)
     _check_axis_names(self.name, self.cores)
-    avals = [jax.tree.map(jax.typeof, arg) for arg in args]
     with place.tracing_context():
       out = shapes.resolve_out(self.out, avals)
-      call, scopes = self._stageable(avals, out)
-      args = jax.tree.map(shapes.without_empty_axes, args)
-      staged, out_shape = self._stage(call, args)
+      call, scopes = self._pallas_call(avals, out)
       revise = functools.partial(self._revise, place=place, scopes=scopes)
-      flat = _compat.replay(staged, jax.tree.leaves(args), revise)
-    results = jax.tree.unflatten(jax.tree.structure(out_shape), flat)
+      args = jax.tree.map(shapes.without_empty_axes, args)
+      with _explained(self), _compat.revising_launches(revise):
+        results = call(*args)
     return jax.tree.map(shapes.with_empty_axes, results, out)
 
-  def _stage(self, call, args):
-    try:
-      return jax.make_jaxpr(call, return_shape=True)(*args)
-    except NameError as error:
-      if "unbound axis name" not in str(error):
-        raise
-      raise errors.AxisError(
-        f"Kernel {self.name!r} uses an axis that is not in scope: {error}. In"
-        f" scope: device axes {sorted(_device_axes())}, core axes"
-        f" {list(self.cores)}. A kernel that addresses other devices must be"
-        " called inside jax.shard_map over a mesh with that axis."
-      ) from error
-
-  def _stageable(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
+  def _pallas_call(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
     """The Pallas call to trace, and the scopes its bodies will fill."""
     scopes: list[scope.KernelScope] = []
     outs = list(out) if isinstance(out, list | tuple) else [out]
@@ -142,13 +140,11 @@ class Kernel:
       metadata=None if self.metadata is None else dict(self.metadata),
     )
     if self.route == "core_map":
-      joint = _compat.joint_manual_axis_type(avals)
       call = _compat.aliased_kernel(
         bodies[0],
         out,
         mesh=self.meshes[0],
         scratch_types=scratch,
-        varying=tuple(joint.varying),
         **options,
       )
       return call, scopes
@@ -166,7 +162,8 @@ class Kernel:
     scratch = shapes.resolve_scratch(self.scratch, avals, self.cores)
     if not self._has_links:
       return scratch
-    links = pltpu.SemaphoreType.DMA((self.num_links, 2))
+    pair = (pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA)
+    links = (pltpu.SemaphoreType.DMA, (pair,) * self.num_links)
     if isinstance(scratch, Mapping):
       if _LINKS in scratch:
         raise errors.ShapeError(f"scratch must not be named {_LINKS!r}.")
@@ -175,22 +172,20 @@ class Kernel:
 
   @property
   def _has_links(self) -> bool:
-    # With several meshes a scratch belongs to one of them.
-    return self.num_links > 0 and len(self.meshes) == 1
+    return len(self.meshes) == 1  # Of several, a scratch belongs to one.
 
-  def _traced_body(
-    self, body, mesh, scopes, types, *refs, **named_refs
-  ) -> None:
-    links = None
+  def _traced_body(self, body, mesh, scopes, types, *refs, **named_refs) -> Any:
+    copy_sem, links = None, ()
     if self._has_links:
       if _LINKS in named_refs:
-        links = named_refs.pop(_LINKS)
+        copy_sem, links = named_refs.pop(_LINKS)
       else:
-        *refs, links = refs
+        *refs, (copy_sem, links) = refs
     here = scope.KernelScope(
       name=self.name,
       core_axes=tuple(mesh.shape),
-      link_sems=links,
+      copy_sem=copy_sem,
+      links=list(links),
       num_links=self.num_links,
     )
     scopes.append(here)
@@ -199,7 +194,8 @@ class Kernel:
       for ref, type_ in zip(refs, types, strict=False)
     ]
     with scope.entered(here):
-      body(*arrays, *refs[len(types) :], **named_refs)
+      # JAX refuses a result: a body writes its outputs.
+      return body(*arrays, *refs[len(types) :], **named_refs)
 
   def _revise(self, params, *, place, scopes) -> dict[str, Any]:
     """The kernel's parameters, once its body is known."""
@@ -209,7 +205,9 @@ class Kernel:
     interpret: Any = False
     if place.is_simulated:
       num_cores = next(iter(self.cores.values()))
-      interpret = places.interpret_params(self.interpret, num_cores)
+      interpret = places.interpret_params(
+        self.interpret, num_cores=num_cores, place=place
+      )
       if collective_id is not None:
         collective_id = places.interpreter_collective_id(collective_id)
     return dict(
@@ -311,8 +309,8 @@ def kernel(
       name=name,
       metadata=metadata,
     )
-  bodies = tuple(body) if isinstance(body, Sequence) else (body,)
-  meshes = tuple(mesh) if isinstance(mesh, Sequence) else (mesh,)
+  bodies = tuple(body) if isinstance(body, list | tuple) else (body,)
+  meshes = tuple(mesh) if isinstance(mesh, list | tuple) else (mesh,)
   if isinstance(compiler_params, Mapping):
     compiler_params = pltpu.CompilerParams(**compiler_params)
   return Kernel(
@@ -327,7 +325,7 @@ def kernel(
     interpret=interpret,
     cost_estimate=cost_estimate,
     debug=debug,
-    name=name or _body_name(bodies),
+    name=name or (_body_name(bodies) if bodies else ""),
     metadata=metadata,
   )
 
@@ -350,12 +348,54 @@ def automatic_collective_id(
   return _FIRST_AUTOMATIC_ID + zlib.crc32(text.encode()) % _FIRST_AUTOMATIC_ID
 
 
+@contextlib.contextmanager
+def _explained(kernel: Kernel) -> Iterator[None]:
+  """Says what to do where JAX only says what it lacks."""
+  try:
+    yield
+  except NameError as error:
+    if "unbound axis name" not in str(error):
+      raise
+    raise errors.AxisError(
+      f"Kernel {kernel.name!r} uses an axis that is not in scope: {error}. In"
+      f" scope: device axes {sorted(_device_axes())}, core axes"
+      f" {list(kernel.cores)}. A kernel that addresses other devices must be"
+      " called inside jax.shard_map over a mesh with that axis."
+    ) from error
+  except ValueError as error:
+    if "Unsupported TPU device kind" in str(error):
+      raise errors.UnsupportedError(
+        f"Kernel {kernel.name!r} asks JAX which chip it is for, and a mesh of"
+        " plain CPU devices does not say. Make the mesh with"
+        " chip.device_mesh(...)."
+      ) from error
+    if "not support Refs with varying manual axis types" in str(error):
+      raise errors.UnsupportedError(
+        f"Kernel {kernel.name!r} is passed a ref that varies over devices,"
+        " which JAX does not allow under check_vma=True. Pass an array, or"
+        " jax.shard_map(..., check_vma=False)."
+      ) from error
+    raise
+
+
 def _device_axes() -> set[str]:
   names = jax.sharding.get_abstract_mesh().axis_names
   return set(names) & set(_compat.bound_axis_sizes())
 
 
-def _check_args(name: str, args: Sequence[Any]) -> None:
+def _checked(name: str, args: Sequence[Any]) -> Sequence[Any]:
+  """The arguments, each of a type that a kernel can take."""
+  try:
+    for leaf in jax.tree.leaves(args):
+      shapes.check_dtype("", jax.typeof(leaf))
+  except (TypeError, errors.DTypeError):
+    _explain_argument(name, args)
+    raise
+  return args
+
+
+def _explain_argument(name: str, args: Sequence[Any]) -> None:
+  """Raises for the first argument no kernel can take, naming it."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(args):
     where = f"Argument {jax.tree_util.keystr(path)} of kernel {name!r}"
     try:
@@ -390,17 +430,17 @@ def _check_collective_id(value: Any) -> None:
 
 
 def _varying_like(leaf: Any, *, avals: Any) -> Any:
-  """A plain output type, varying over what any argument varies over."""
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    if leaf.manual_axis_type is not None:
-      return leaf
-  elif not isinstance(leaf, jax.Array | np.ndarray):
+  """An output type, varying over what any argument varies over.
+
+  Unless it states its own `manual_axis_type`.
+  """
+  joint = _compat.joint_manual_axis_type(avals)
+  if _compat.is_memory_type(leaf):
+    return _compat.output_in_memory(leaf, manual_axis_type=joint)
+  stated = getattr(leaf, "manual_axis_type", None)
+  if stated is not None and not isinstance(leaf, jax.Array):
     return leaf
-  return jax.ShapeDtypeStruct(
-    leaf.shape,
-    leaf.dtype,
-    manual_axis_type=_compat.joint_manual_axis_type(avals),
-  )
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, manual_axis_type=joint)
 
 
 def _body_name(bodies: Sequence[Callable[..., None]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-import jax.numpy as jnp
+import numpy as np
 
 from coremesh import _compat, errors, scope
 
@@ -75,10 +75,11 @@ def worker_index(axes: Axes) -> jax.Array:
   Returns:
     An int32 scalar in [0, num_workers(axes)).
   """
-  index = jnp.int32(0)
   names = as_axes(axes)
-  for name, size in zip(names, axis_sizes(names), strict=True):
-    index = index * jnp.int32(size) + jax.lax.axis_index(name)
+  index = jax.lax.axis_index(names[0])
+  for name, size in zip(names[1:], axis_sizes(names)[1:], strict=True):
+    index = jax.lax.mul(index, np.int32(size))
+    index = jax.lax.add(index, jax.lax.axis_index(name))
   return index
 
 
@@ -88,12 +89,12 @@ def coordinates(index: Index, axes: Axes) -> dict[str, Index]:
   The inverse of `worker_index`: pass the result as `to=` of `cm.put`.
   """
   names = as_axes(axes)
+  rest = _as_int32(index)
   result: dict[str, Index] = {}
-  rest = jnp.int32(index)
-  for name, size in reversed(list(zip(names, axis_sizes(names), strict=True))):
-    result[name] = jax.lax.rem(rest, jnp.int32(size))
-    rest = jax.lax.div(rest, jnp.int32(size))
-  return {name: result[name] for name in names}
+  for name, size in zip(names[:0:-1], axis_sizes(names)[:0:-1], strict=True):
+    result[name] = jax.lax.rem(rest, np.int32(size))
+    rest = jax.lax.div(rest, np.int32(size))
+  return {names[0]: rest} | {name: result[name] for name in names[1:]}
 
 
 def shifted(axes: Axes, steps: Index = 1) -> dict[str, Index]:
@@ -106,19 +107,21 @@ def shifted(axes: Axes, steps: Index = 1) -> dict[str, Index]:
   """
   size = num_workers(axes)
   if isinstance(steps, int):
-    steps = steps % size
-  place = worker_index(axes) + jnp.int32(steps) + jnp.int32(size)
-  return coordinates(jax.lax.rem(place, jnp.int32(size)), axes)
+    ahead = np.int32(steps % size)
+  else:
+    ahead = jax.lax.add(_as_int32(steps), np.int32(size))
+  place = jax.lax.add(worker_index(axes), ahead)
+  return coordinates(jax.lax.rem(place, np.int32(size)), axes)
 
 
 def next_core(axis: str = "core") -> jax.Array:
   """The index of the core after this one along `axis`, round the end."""
-  return jnp.int32(shifted(axis)[axis])
+  return _as_int32(shifted(axis)[axis])
 
 
 def previous_core(axis: str = "core") -> jax.Array:
   """The index of the core before this one along `axis`, round the end."""
-  return jnp.int32(shifted(axis, -1)[axis])
+  return _as_int32(shifted(axis, -1)[axis])
 
 
 def slab(ref: Any, *, axis: int = 0, over: Axes = "core") -> pl.Slice:
@@ -144,7 +147,8 @@ def slab(ref: Any, *, axis: int = 0, over: Axes = "core") -> pl.Slice:
       f" {workers}, or share it unevenly with cm.split."
     )
   size = ref.shape[axis] // workers
-  return pl.ds(worker_index(over) * jnp.int32(size), size)
+  start = jax.lax.mul(worker_index(over), np.int32(size))
+  return pl.ds(start, size)
 
 
 def check_ref_axis(ref: Any, axis: int) -> int:
@@ -159,11 +163,11 @@ def check_ref_axis(ref: Any, axis: int) -> int:
 
 
 def device_id(to: Mapping[str, Index]) -> dict[str, Index]:
-  """A full address: `to`, with this worker's own index on the other axes.
+  """`to`, checked, as Pallas takes it.
 
-  Core axes that are not named stay out: they mean "the same core". Device axes
-  are always named, because JAX resolves a missing one while it lowers the
-  kernel, where `check_vma=True` makes that fail.
+  An axis that is not named means this worker's own index. In a body launched
+  by plain `pl.kernel`, device axes are named all the same: JAX resolves a
+  missing one while it lowers the kernel, which fails under `check_vma=True`.
 
   Raises:
     AxisError: a key that is no axis in scope, or an index outside its axis.
@@ -179,7 +183,15 @@ def device_id(to: Mapping[str, Index]) -> dict[str, Index]:
       raise errors.AxisError(
         f"to[{name!r}] must be in [0, {size}); got {index}."
       )
-  here: dict[str, Index] = {
-    n: jax.lax.axis_index(n) for n in device_axes() if n not in to
-  }
-  return here | {name: jnp.int32(index) for name, index in to.items()}
+  address = {name: _as_int32(index) for name, index in to.items()}
+  if scope.current() is not None:
+    return address
+  here = {n: jax.lax.axis_index(n) for n in device_axes() if n not in to}
+  return here | address
+
+
+def _as_int32(index: Any) -> Any:
+  """An index as int32, without a word in the program if it is that already."""
+  if isinstance(index, int | np.integer):
+    return np.int32(index)
+  return jax.lax.convert_element_type(index, np.int32)

@@ -68,7 +68,11 @@ def copy(src: Any, dst: Any) -> None:
     ShapeError, DTypeError: the refs differ.
   """
   _check_pair(src, dst)
-  pltpu.sync_copy(src, dst)
+  current = scope.current()
+  if current is None or current.copy_sem is None:
+    pltpu.sync_copy(src, dst)
+  else:
+    pltpu.async_copy(src, dst, current.copy_sem).wait()
 
 
 def start_copy(src: Any, dst: Any, *, sem: Any = None) -> Copy:
@@ -344,7 +348,7 @@ def _check_count(argument: str, count: Any) -> None:
 
 def _take_link(function: str, argument: str) -> tuple[Any, Any]:
   current = scope.current()
-  if current is None or current.link_sems is None:
+  if current is None or current.copy_sem is None:
     raise errors.CollectiveError(
       f"{function} has no semaphores of its own here: they come with a"
       f" cm.kernel on a single mesh. Pass {argument}=, DMA semaphores from"

@@ -23,32 +23,31 @@ class KernelScope:
   Attributes:
     name: the kernel's name, for errors.
     core_axes: the axis names of the kernel's own meshes.
-    link_sems: DMA semaphores for copies that were given none, shape
-      [num_links, 2], or None where the kernel has several meshes.
-    num_links: the first size of `link_sems`.
-    links_used: how many of them are taken.
+    copy_sem: the DMA semaphore of copies that are waited for where they start,
+      which can share it; None where the kernel has several meshes.
+    links: (send, receive) pairs of DMA semaphores that no copy has taken yet,
+      for copies that were given none.
+    num_links: how many pairs there were.
     barrier_pattern: who signals whom on the kernel's barrier semaphore.
   """
 
   name: str
   core_axes: tuple[str, ...]
-  link_sems: Any = None
+  copy_sem: Any = None
+  links: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
   num_links: int = 0
-  links_used: int = 0
   barrier_pattern: Pattern | None = None
 
   def take_link(self) -> tuple[Any, Any]:
     """A (send, receive) pair of DMA semaphores that no other copy uses."""
-    if self.links_used >= self.num_links:
+    if not self.links:
       raise errors.CollectiveError(
         f"Kernel {self.name!r} makes more than num_links={self.num_links}"
         " copies without naming their semaphores. Pass"
-        f" cm.kernel(..., num_links={self.links_used + 1}) or more, or give"
+        f" cm.kernel(..., num_links={self.num_links + 1}) or more, or give"
         " the copy send_sem= and recv_sem=."
       )
-    index = self.links_used
-    self.links_used += 1
-    return self.link_sems.at[index, 0], self.link_sems.at[index, 1]
+    return self.links.pop(0)
 
   def claim_barrier_semaphore(self, pattern: Pattern) -> None:
     """Records who signals whom; two patterns on one semaphore can be confused.
