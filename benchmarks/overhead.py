@@ -2,8 +2,8 @@ r"""What coremesh costs before a kernel runs: import, tracing and lowering.
 
 Each kernel is written twice, with coremesh and by hand on `pl.kernel`, and
 both are traced and lowered for a v5p in turn, A B B A, in one process, at many
-depths of the call stack; CPU time. Nothing is compiled or run. The import is timed in
-fresh processes, `import jax, coremesh` against `import jax` in turn.
+depths of the call stack; CPU time. Nothing is compiled or run. The import is
+timed in fresh processes, `import jax, coremesh` against `import jax` in turn.
 
 To run:
   python -m benchmarks.overhead --pairs=60

@@ -1,14 +1,12 @@
 """Every example gives the right answer, and compiles where the cores exist."""
 
-import functools
 import importlib
 import pathlib
 
 from absl.testing import flagsaver
-import jax
-import numpy as np
 import pytest
 
+from benchmarks import matrix
 import coremesh as cm
 from examples import common
 from tests import support
@@ -88,32 +86,11 @@ def test_a_mistyped_setting_is_refused():
     importlib.import_module("configs.add_one").get_config().rowz  # noqa: B018
 
 
-def _build_and_shapes(name: str, chip: cm.Chip):
-  """An example's maker for the compiler, and the shapes of its arguments."""
-  build = importlib.import_module(f"examples.{name}").build
-  devices, cores = chip.num_devices, chip.tensor_cores_per_device
-  wide = jax.ShapeDtypeStruct((32 * devices, 512), np.float32)
-  match name:
-    case "add_one":
-      return functools.partial(build, block=(8, 128)), [wide]
-    case "indexed_add_one":
-      return build, [wide, jax.ShapeDtypeStruct((1,), np.int32)]
-    case "ring_shift":
-      blocks = jax.ShapeDtypeStruct((devices * cores, 8, 128), np.float32)
-      return functools.partial(build, steps=3), [blocks]
-    case "sum_blocks":
-      return build, [jax.ShapeDtypeStruct((4, 16 * devices, 128), np.int32)]
-    case "sc_add_one":
-      return build, [jax.ShapeDtypeStruct((1024 * devices, 128), np.int32)]
-    case _:
-      return build, [wide]
-
-
 @pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
 @pytest.mark.parametrize("name", _NAMES)
 def test_an_example_compiles_for_every_chip_with_its_cores(name, chip):
   found = cm.chip(chip)
-  build, shapes = _build_and_shapes(name, found)
+  build, shapes = matrix.programs(found)[name]
   if name == "swap_cores" and found.tensor_cores_per_device == 1:
     with pytest.raises(cm.CollectiveError, match="can only be this worker"):
       common.compiled(found, build, *shapes)
@@ -124,7 +101,7 @@ def test_an_example_compiles_for_every_chip_with_its_cores(name, chip):
 
 def test_the_ring_compiles_for_512_chips():
   pod = cm.chip("v5p:8x8x8")
-  build, shapes = _build_and_shapes("ring_shift", pod)
+  build, shapes = matrix.programs(pod)["ring_shift"]
   assert "compiled for v5p:8x8x8" in common.compiled(pod, build, *shapes)
 
 
