@@ -104,7 +104,7 @@ def _indexed_by_hand():
   return indexed_add_one
 
 
-type Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
+type Program = tuple[Any, Sequence[jax.ShapeDtypeStruct]]
 
 
 def _by_hand(make_body, mesh, cores, *, in_specs, out_columns, **options):
@@ -198,7 +198,8 @@ def _seconds(make: Callable[[], Program], depth: int) -> float:
 def _compare(ours: Callable, by_hand: Callable, label: str) -> dict[str, Any]:
   """Times both in turn; medians, and the median and range of the ratios."""
   pairs = []
-  _seconds(ours, 0), _seconds(by_hand, 0)  # Whatever is loaded on first use.
+  for make in (ours, by_hand):
+    _seconds(make, 0)  # Whatever is loaded on first use.
   for i in track(range(_PAIRS.value), label, transient=True):
     order = (ours, by_hand) if i % 2 == 0 else (by_hand, ours)
     depth = i * _FRAMES // _PAIRS.value

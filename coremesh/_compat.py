@@ -1,9 +1,11 @@
 """The only module that touches `jax._src` or depends on a JAX version."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 from typing import Any
+import weakref
 
 import jax
 from jax._src import config as _config
@@ -15,11 +17,11 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.pallas import core as _pallas_core
 from jax._src.pallas import mpmd as _mpmd
 from jax._src.pallas.mosaic import primitives as _mosaic_primitives
 from jax._src.state import types as _state_types
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
 import numpy as np
@@ -267,27 +269,48 @@ def _inner_jaxprs(value: Any) -> Iterator[jex_core.Jaxpr]:
       yield from _inner_jaxprs(item)
 
 
-def grid_environment(grid: Sequence[Any]) -> Any:
-  """A context in which `pl.program_id` and `pl.num_programs` work."""
-  static = tuple(n if isinstance(n, int) else 2 for n in grid)
-  return _pallas_core.tracing_grid_env(static, mapped_dims=())
+@contextlib.contextmanager
+def recorded_accesses(
+  refs: Sequence[Any],
+) -> Iterator[dict[int, list[str]]]:
+  """How what is traced inside touches each ref: "read" and "write", in order.
 
-
-def ref_accesses(
-  body: Callable[..., None], types: Sequence[Any]
-) -> dict[int, list[str]]:
-  """How a body touches each of its refs: "read" and "write", in order."""
-  staged = jax.make_jaxpr(lambda: pl.run_scoped(body, *types))()
-  [scoped] = [e for e in staged.eqns if e.primitive.name == "run_scoped"]
-  inner = scoped.params["jaxpr"]
-  positions = {v: i for i, v in enumerate(inner.invars)}
+  Yields:
+    By position in `refs`; filled on exit.
+  """
+  frame = _core.trace_ctx.trace.frame
+  start = len(frame.tracing_eqns)
   accesses: dict[int, list[str]] = {}
-  for eqn in inner.eqns:
+  yield accesses
+  positions = {_var(ref): i for i, ref in enumerate(refs)}
+  recorded = frame.tracing_eqns[start:]
+  # Equations that may yet turn out to be dead are held weakly.
+  eqns = [e() if isinstance(e, weakref.ref) else e for e in recorded]
+  accesses.update(_accesses(filter(None, eqns), positions))
+
+
+def _var(value: Any) -> Any:
+  """The variable of a ref, of a part of one, or of any traced value."""
+  while isinstance(value, _state_types.TransformedRef):
+    value = value.ref
+  return getattr(value, "val", value)
+
+
+def _accesses(
+  eqns: Iterable[Any], positions: dict[Any, int]
+) -> dict[int, list[str]]:
+  accesses: dict[int, list[str]] = {}
+  for eqn in eqns:
+    kinds: dict[int, set[str]] = {}
     for effect in eqn.effects:
       position = positions.get(getattr(effect, "input", None))
       if position is not None:
-        kinds = accesses.setdefault(position, [])
-        kinds.extend(_access_kinds(effect))
+        kinds.setdefault(position, set()).update(_access_kinds(effect))
+    for position, both in kinds.items():
+      order = sorted(both)  # A read before a write, unless seen otherwise.
+      if len(both) == 2 and not _inner_reads_first(eqn, positions, position):
+        order.reverse()
+      accesses.setdefault(position, []).extend(order)
   return accesses
 
 
@@ -301,6 +324,34 @@ def _access_kinds(effect: Any) -> Sequence[str]:
       return ["read", "write"]
     case _:
       return []
+
+
+def _inner_reads_first(eqn: Any, positions: Any, position: int) -> bool:
+  """Whether some program inside an equation reads the ref before writing it."""
+  inner = list(inner_jaxprs(eqn))
+  for jaxpr in inner:
+    bound, outer = _bindings(eqn, jaxpr)
+    named = {
+      v: positions[o]
+      for v, o in zip(bound, map(_var, outer), strict=True)
+      if not _is_literal(o) and o in positions
+    }
+    if _accesses(jaxpr.eqns, named).get(position, [""])[0] == "read":
+      return True
+  return not inner
+
+
+def _bindings(eqn: Any, jaxpr: jex_core.Jaxpr) -> tuple[Any, Any]:
+  """The inputs of a program inside an equation, and what they are outside."""
+  outer = list(eqn.invars)
+  if len(jaxpr.constvars) == len(outer):  # run_scoped
+    return jaxpr.constvars, outer
+  if jaxpr is getattr(eqn.params.get("cond_jaxpr"), "jaxpr", None):  # while
+    skipped = eqn.params["cond_nconsts"]
+    outer[skipped : skipped + eqn.params["body_nconsts"]] = []
+  # The branches of a cond do not get its index, nor the body of a while what
+  # is for its condition.
+  return jaxpr.invars, outer[len(outer) - len(jaxpr.invars) :]
 
 
 def used_arguments(function: Callable[..., Any], count: int) -> frozenset[int]:
@@ -330,7 +381,8 @@ kernel_p.def_effectful_abstract_eval(_mpmd._mpmd_map_abstract_eval)
 
 @kernel_p.def_impl
 def _run_kernel(*args: Any, **params: Any) -> Any:
-  return jax.jit(lambda *args: kernel_p.bind(*args, **params))(*args)
+  with jax.disable_jit(False):  # Running it means compiling it.
+    return jax.jit(lambda *args: kernel_p.bind(*args, **params))(*args)
 
 
 def _lower_with(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -383,8 +435,28 @@ def _refuse_derivative(primals: Any, tangents: Any, **params: Any) -> Any:
 
 _batching.primitive_batchers[kernel_p] = _batch_kernel
 _ad.primitive_jvps[kernel_p] = _refuse_derivative
+_core.custom_typechecks[kernel_p] = _mpmd._mpmd_map_typecheck_rule
+# Whether a kernel whose results nobody uses may go is up to `has_side_effects`,
+# which the compiler heeds.
+_partial_eval.dce_rules[kernel_p] = _mpmd._mpmd_map_dce_rule
 
 KERNEL_PRIMITIVES = ("mpmd_map", kernel_p.name)
+
+
+def without_idle_inputs(
+  jaxpr: jex_core.Jaxpr, refs: Sequence[Any]
+) -> jex_core.Jaxpr:
+  """A kernel's program without those of `refs` that it does not use."""
+  idle = {_var(ref) for ref in refs}
+  for eqn in jaxpr.eqns:
+    idle.difference_update(v for v in eqn.invars if not _is_literal(v))
+  kept = [i for i, v in enumerate(jaxpr.invars) if v not in idle]
+  names = jaxpr.debug_info.arg_names
+  names = None if names is None else tuple(names[i] for i in kept)
+  return jaxpr.replace(
+    invars=[jaxpr.invars[i] for i in kept],
+    debug_info=jaxpr.debug_info._replace(arg_names=names),
+  )
 
 
 class _LaunchTrace(_core.Trace):

@@ -1,9 +1,4 @@
-"""Blocks of a pipeline, and the static checks of how they are visited.
-
-A pipeline walks its grid in row-major order, the last axis fastest, and keeps
-a block in VMEM only while consecutive steps ask for the same one. What that
-forbids is found here, by walking the first few steps of each grid axis.
-"""
+"""Blocks of a pipeline: how a user declares them, and what they mean."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -11,15 +6,16 @@ import itertools
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 import numpy as np
 
-from coremesh import _compat, errors
-
-# Enough steps along each axis to see a block change, stay or come back.
-_PROBED_STEPS = 4
+from coremesh import errors
 
 type Grid = tuple[Any, ...]
+type Index = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,9 @@ def block(
       what the body sees; `pl.BoundedSlice(n)` is a run-time size up to n.
     index_map: from grid indices (and prefetched refs) to *block* indices: the
       k-th block starts at element k * size. For a `pl.BoundedSlice` axis it
-      returns `pl.ds(start, size)` in elements.
+      returns `pl.ds(start, size)` in elements. Along the last two axes of an
+      array start and size must be whole tiles, or the slice end the array:
+      the copy is rounded up to tiles, and overwrites what follows in an output.
     buffers: copies of the block in VMEM, at least 1; 2 overlaps copies with
       compute.
     lookahead: fetch a later block as soon as a buffer is free; inputs only.
@@ -80,229 +78,194 @@ def accumulator(
   *,
   init: Any = 0,
   dtype: Any = None,
+  buffers: int = 2,
 ) -> Accumulator:
-  """An output block that stays while the inner grid axes go by.
+  """An output block that stays while several steps add to it.
 
-  The body may read and add to it: at the first visit it holds `init`. It is
-  written back when the grid moves on to the next block.
+  The body may read and add to it: at the first of consecutive steps with this
+  block it holds `init`. It is written back after the last of them.
 
   Args:
-    block_shape: as for `cm.block`, ints and None only.
-    index_map: as for `cm.block`. It must ignore the innermost grid axes, over
-      which the output is accumulated.
-    init: what a block holds at its first visit, a scalar.
+    block_shape: as for `cm.block`.
+    index_map: as for `cm.block`. The steps of one block must follow each other:
+      it ignores the innermost grid axes, over which the output is accumulated.
+    init: what a block holds at its first step, a scalar.
     dtype: dtype to accumulate in, for instance float32 for a bfloat16 output;
       converted once, after the last step. Default that of the output.
+    buffers: as for `cm.block`.
+
+  Raises:
+    PipelineError: `init` is no scalar, or as for `cm.block`.
   """
-  spec = pl.BlockSpec(tuple(block_shape), index_map)
+  if np.ndim(init):
+    raise errors.PipelineError(
+      f"init must be a scalar; got one of shape {np.shape(init)}. To start"
+      " from an array, make it an input and add it at the first step."
+    )
+  if isinstance(init, jax.Array) and not isinstance(init, Tracer):
+    init = init.item()  # A kernel cannot hold an array from outside.
+  spec = block(block_shape, index_map, buffers=buffers)
   return Accumulator(spec=spec, init=init, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Visits:
-  """How a pipeline visits the blocks of one ref.
+class Operand:
+  """A ref that a pipeline was called with, and the block of it.
 
   Attributes:
-    label: the ref, for errors, such as "output 0".
-    axes: the grid axes the block depends on.
-    is_known: whether the index map could be evaluated on plain integers.
+    label: its name in errors, such as "output 0".
+    ref: all of it, in HBM.
+    spec: the block; its index map takes the grid indices only.
+    is_output: whether blocks of it are written.
+    accumulator: how it was declared, if several steps add to a block.
   """
 
   label: str
-  axes: frozenset[int]
-  is_known: bool
+  ref: Any
+  spec: pl.BlockSpec
+  is_output: bool
+  accumulator: Accumulator | None = None
+
+  @property
+  def has_blocks(self) -> bool:
+    """Whether the body sees blocks of it, not the ref itself."""
+    return self.spec.block_shape is not None
+
+  @property
+  def is_copied(self) -> bool:
+    """Whether the body sees a copy, not the ref in HBM itself."""
+    return self.spec.memory_space is not pltpu.HBM
+
+  @property
+  def sizes(self) -> tuple[Any, ...]:
+    """The sizes of a block, as the user wrote them."""
+    sizes = self.spec.block_shape
+    return tuple(self.ref.shape if sizes is None else sizes)
+
+  @property
+  def dtype(self) -> Any:
+    """The dtype of what the body sees."""
+    own = self.accumulator and self.accumulator.dtype
+    return jnp.dtype(own or self.ref.dtype)
+
+  @property
+  def block_type(self) -> Any:
+    """The memory type of what the body sees."""
+    shape = tuple(
+      getattr(size, "block_size", size)
+      for size in self.sizes
+      if size is not None and not isinstance(size, pl.Squeezed)
+    )
+    return (self.spec.memory_space or pltpu.VMEM)(shape, self.dtype)
+
+  @property
+  def num_indices(self) -> tuple[int, ...]:
+    """How many block indices each axis has, the last maybe partial."""
+    return tuple(map(_num_indices, self.sizes, self.ref.shape))
+
+  def index_at(self, point: Sequence[Any]) -> Index:
+    """What the index map returns at a grid point, as a tuple.
+
+    Raises:
+      PipelineError: not one index for each axis.
+    """
+    assert self.spec.index_map is not None  # By `operand`.
+    result = self.spec.index_map(*point)
+    index = tuple(result) if isinstance(result, tuple | list) else (result,)
+    if len(index) != len(self.sizes):
+      raise errors.PipelineError(
+        f"The index map of {self.label} must return one index for each axis of"
+        f" its block {self.sizes}; got {index}."
+      )
+    return index
+
+  def check(self) -> None:
+    """Checks that the block fits the ref.
+
+    Raises:
+      ShapeError: another rank, or a part of an array whose last block would
+        be written beyond it.
+      PipelineError: lookahead for an output.
+    """
+    if self.has_blocks and len(self.sizes) != len(self.ref.shape):
+      raise errors.ShapeError(
+        f"The block of {self.label} must have one size for each axis of the"
+        f" array; got block {self.sizes} for shape {tuple(self.ref.shape)}."
+      )
+    if not self.is_output:
+      return
+    if getattr(self.spec.pipeline_mode, "use_lookahead", False):
+      raise errors.PipelineError(
+        f"{self.label} has lookahead, which fetches input blocks early. Give"
+        " an output more buffers instead."
+      )
+    if self.has_blocks and self.is_copied and _is_view(self.ref):
+      self._check_view()
+
+  def _check_view(self) -> None:
+    for axis, (size, extent, tile) in enumerate(
+      zip(self.sizes, self.ref.shape, tiles(self.ref), strict=True)
+    ):
+      if isinstance(size, int) and extent % size % tile:
+        raise errors.ShapeError(
+          f"{self.label} is a part of a larger array, of shape"
+          f" {tuple(self.ref.shape)}, and axis {axis} ends within a tile of"
+          f" {tile}: the copy of its last block of {size} is rounded up to"
+          f" whole tiles and would overwrite what follows. Make the part whole"
+          f" tiles (cm.split(unit={tile})), or use a block that divides it."
+        )
 
 
-def num_blocks(spec: pl.BlockSpec, shape: Sequence[int]) -> tuple[int, ...]:
-  """Blocks along each axis of an array; the last may be partial."""
-  return tuple(
-    pl.cdiv(extent, block_size(size))
-    for size, extent in zip(block_sizes(spec), shape, strict=True)
+def operand(
+  label: str, ref: Any, declared: pl.BlockSpec | Accumulator, *, is_output: bool
+) -> Operand:
+  """An operand with what Pallas adds to a spec by default said in full."""
+  sums = declared if isinstance(declared, Accumulator) else None
+  spec = declared.spec if isinstance(declared, Accumulator) else declared
+  if spec.memory_space is pl.ANY:  # Which pltpu.emit_pipeline does not know.
+    spec = dataclasses.replace(spec, memory_space=pltpu.HBM)
+  if spec.block_shape is not None or spec.memory_space is not pltpu.HBM:
+    shape = spec.block_shape or tuple(ref.shape)
+    spec = dataclasses.replace(
+      spec,
+      block_shape=shape,
+      index_map=spec.index_map or (lambda *_: (0,) * len(shape)),
+    )
+  return Operand(
+    label=label,
+    ref=ref,
+    spec=spec,
+    is_output=is_output,
+    accumulator=sums,
   )
 
 
-def block_sizes(spec: pl.BlockSpec) -> tuple[Any, ...]:
-  """The sizes of a block as the user wrote them, () for a whole ref."""
-  return tuple(spec.block_shape or ())
+def parts(index: Index) -> tuple[Any, ...]:
+  """An index with the start and the size of each `pl.ds` in its place."""
+  pairs = (
+    (i.start, i.size) if isinstance(i, pl.Slice) else (i,) for i in index
+  )
+  return tuple(itertools.chain.from_iterable(pairs))
 
 
-def block_size(size: Any) -> int:
-  """Elements along one axis of a block; 1 for an axis that is dropped."""
-  return 1 if size is None else getattr(size, "block_size", size)
+def tiles(ref: Any) -> tuple[int, ...]:
+  """Elements along each axis of an array in HBM that are copied together."""
+  rank = len(ref.shape)
+  if rank < 2:
+    return (128 * 4 // jnp.dtype(ref.dtype).itemsize,) * rank
+  return (*(1,) * (rank - 2), 8, 128)
 
 
-def visits(
-  label: str, spec: pl.BlockSpec, shape: Sequence[int], grid: Grid
-) -> Visits:
-  """Evaluates an index map on the first steps of the grid.
-
-  Raises:
-    ShapeError: the block's rank is not the array's.
-    PipelineError: a block index outside the array.
-  """
-  check_rank(label, spec, shape)
-  first = _evaluate(spec, (0,) * len(grid))
-  if first is None:
-    axes = _compat.used_arguments(_index_map(spec), len(grid))
-    return Visits(label=label, axes=axes, is_known=False)
-  _check_range(label, spec, shape, grid)
-  axes = set()
-  for axis, extent in enumerate(grid):
-    for step in range(1, _extent(extent)):
-      point = tuple(step if a == axis else 0 for a in range(len(grid)))
-      if _evaluate(spec, point) != first:
-        axes.add(axis)
-  return Visits(label=label, axes=frozenset(axes), is_known=True)
+def _is_view(ref: Any) -> bool:
+  return bool(getattr(ref, "transforms", ()))
 
 
-def check_output(
-  spec: pl.BlockSpec,
-  seen: Visits,
-  grid: Grid,
-  *,
-  is_accumulator: bool,
-  parallel: Sequence[int],
-) -> None:
-  """Checks that an output block is visited in one unbroken run.
-
-  Raises:
-    PipelineError: the block is left and revisited, an accumulated axis is
-      parallel, or a block stays without having been declared an accumulator.
-  """
-  kept = [a for a, n in enumerate(grid) if a not in seen.axes and n != 1]
-  split = [a for a in kept if a in parallel]
-  if split:
-    raise errors.PipelineError(
-      f"{seen.label} is accumulated along grid axis {split[0]}, which is"
-      " parallel: two cores would write the same block. Leave the axis out"
-      f" of parallel={tuple(parallel)}, or give each core an output of its"
-      " own and add them afterwards."
-    )
-  for axis in kept:
-    inner = [a for a in seen.axes if a > axis and grid[a] != 1]
-    if inner:
-      raise errors.PipelineError(
-        f"{seen.label} is left and revisited: its block does not depend on"
-        f" grid axis {axis}, but changes along the inner axis {inner[0]}. A"
-        " block is only kept while consecutive steps use it. Make the"
-        f" accumulated axis {axis} the innermost (last) one of the grid."
-      )
-  if kept and not is_accumulator:
-    raise errors.PipelineError(
-      f"{seen.label} keeps its block along grid axis {kept[0]}: each step"
-      " would overwrite the one before. If it is summed over that axis,"
-      " declare it: cm.accumulator(block_shape, index_map) in out_specs."
-    )
-  if seen.is_known:
-    _check_unbroken(spec, seen, grid)
-
-
-def check_body(
-  body: Callable[..., None],
-  types: Sequence[Any],
-  labels: Sequence[str],
-  *,
-  grid: Grid,
-  num_inputs: int,
-  readable: Sequence[int],
-) -> None:
-  """Checks that a body only reads its inputs and only writes its outputs.
-
-  Args:
-    body: the pipeline's body.
-    types: the memory type of each ref it is called with.
-    labels: the name of each, for errors.
-    grid: the pipeline's grid.
-    num_inputs: how many of the refs are inputs.
-    readable: positions of the outputs it may read, the accumulators.
-
-  Raises:
-    PipelineError: it writes an input or reads an output it has not written.
-  """
-  with _compat.grid_environment(grid):
-    touched = _compat.ref_accesses(body, types)
-  for position, kinds in touched.items():
-    label = labels[position]
-    if position < num_inputs:
-      if "write" in kinds:
-        raise errors.PipelineError(
-          f"The body writes {label}. An input block is a copy in VMEM that"
-          " is never written back; write to an output, or to a scratch."
-        )
-    elif kinds[0] == "read" and position not in readable:
-      raise errors.PipelineError(
-        f"The body reads {label} before it has written it. An output block"
-        " starts with garbage: nothing is copied in. To add to it over"
-        " several steps, declare it: cm.accumulator(block_shape, index_map)."
-      )
-
-
-def check_rank(label: str, spec: pl.BlockSpec, shape: Sequence[int]) -> None:
-  """Checks that a block has as many axes as its array."""
-  if len(block_sizes(spec)) != len(shape):
-    raise errors.ShapeError(
-      f"The block of {label} must have one size for each axis of the array;"
-      f" got block {block_sizes(spec)} for shape {tuple(shape)}."
-    )
-
-
-def _check_range(label, spec, shape, grid) -> None:
-  counts = num_blocks(spec, shape)
-  corners = [(0, n - 1) if isinstance(n, int) else (0,) for n in grid]
-  for point in itertools.product(*corners):
-    index = _evaluate(spec, point)
-    if index is None or any(isinstance(i, pl.Slice) for i in index):
-      return
-    for axis, (i, count) in enumerate(zip(index, counts, strict=True)):
-      if not 0 <= i < count:
-        raise errors.PipelineError(
-          f"The index map of {label} returns {index} at grid point {point},"
-          f" but axis {axis} of shape {tuple(shape)} has {count} blocks of"
-          f" {block_sizes(spec)[axis]}. It must return block indices, not"
-          " elements: the k-th block, not its first element."
-        )
-
-
-def _check_unbroken(spec, seen, grid) -> None:
-  done, previous = set(), None
-  for point in itertools.product(*(range(_extent(n)) for n in grid)):
-    index = _evaluate(spec, point)
-    if index is None or any(isinstance(i, pl.Slice) for i in index):
-      return
-    if index == previous:
-      continue
-    if index in done:
-      raise errors.PipelineError(
-        f"{seen.label} is left and revisited: block {index} comes again at"
-        f" grid point {point}. What the first visit wrote is overwritten."
-      )
-    done.add(index)
-    previous = index
-
-
-def _extent(size: Any) -> int:
-  return min(size, _PROBED_STEPS) if isinstance(size, int) else _PROBED_STEPS
-
-
-def _evaluate(spec, point) -> tuple[Any, ...] | None:
-  """The block index at a grid point, None if it is not plain integers."""
-  result = _index_map(spec)(*point)
-  index = tuple(result) if isinstance(result, tuple | list) else (result,)
-  for item in index:
-    parts = (item.start, item.size) if isinstance(item, pl.Slice) else (item,)
-    if any(not isinstance(p, int | np.integer) for p in parts):
-      return None
-  if len(index) != len(block_sizes(spec)):
-    raise errors.PipelineError(
-      f"An index map must return one index for each axis of block"
-      f" {block_sizes(spec)}; got {index}."
-    )
-  return index
-
-
-def _index_map(spec: pl.BlockSpec) -> Callable[..., Any]:
-  assert spec.index_map is not None  # Whole refs are not checked.
-  return spec.index_map
+def _num_indices(size: Any, extent: int) -> int:
+  match size:
+    case int(n) | pl.Blocked(n):
+      return pl.cdiv(extent, n)
+    case _:  # The index counts elements.
+      return extent
 
 
 def in_throwaway_trace(check: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -79,12 +79,13 @@ class Chip:
   def __post_init__(self):
     if self.generation not in _FAMILIES:
       raise errors.ChipError(_unknown_chip(self.generation))
-    num_dims = len(_FAMILIES[self.generation].one_host)
-    if len(self.topology) != num_dims or any(n < 1 for n in self.topology):
+    one_host = _FAMILIES[self.generation].one_host
+    is_tuple = isinstance(self.topology, tuple) and _all_counts(self.topology)
+    if not is_tuple or len(self.topology) != len(one_host):
       raise errors.ChipError(
-        f"topology of {self.generation} must be {num_dims} positive numbers"
-        f" of chips, such as {_format(_FAMILIES[self.generation].one_host)};"
-        f" got {_format(self.topology)}."
+        f"topology of {self.generation} must be a tuple of {len(one_host)}"
+        f" positive numbers of chips, such as {one_host}; got"
+        f" {self.topology}."
       )
 
   # --- identity ---
@@ -229,7 +230,7 @@ class Chip:
     shape: Sequence[int] | None = None,
     *,
     on: Place | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | np.ndarray | None = None,
     axis_types: Sequence[jax.sharding.AxisType] | None = None,
   ) -> jax.sharding.Mesh:
     """A `jax.sharding.Mesh` of this slice's devices, for `jax.shard_map`.
@@ -251,34 +252,37 @@ class Chip:
 
     Raises:
       ChipError: the shape does not hold the devices, JAX has started with too
-        few of them, or the attached TPU is another chip.
+        few of them, or they or the attached TPU are of another kind.
       UnsupportedError: explicit axes on the simulator.
     """
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     place = on or ("tpu" if topology.tpu_is_attached() else "simulator")
-    count = self.num_devices if devices is None else len(devices)
+    if place not in ("tpu", "simulator", "compiler"):
+      raise errors.ChipError(
+        f"on must be 'tpu', 'simulator', 'compiler' or None; got {place!r}."
+      )
+    given = None if devices is None else list(np.ravel(np.array(devices)))
+    count = self.num_devices if given is None else len(given)
     sizes = _check_mesh_shape(names, shape, count, self.name)
     types = None if axis_types is None else tuple(axis_types)
+    if given is not None:
+      self._check_given_devices(given, place)
     if place == "simulator":
-      self._check_simulated_axis_types(types)
+      self._check_simulated_axis_types(types, len(sizes))
       return topology.arrange_simulated(
-        list(devices or topology.simulated_devices(count)),
+        topology.simulated_devices(count) if given is None else given,
         sizes,
         names,
         device_kind=self.device_kind,
         num_cores=self.tensor_cores_per_device,
       )
+    if given is not None:
+      return jax.sharding.Mesh(np.array(given).reshape(sizes), names, types)
     if place == "compiler":
-      found = list(devices or self._compile_only_devices())
-    elif place == "tpu":
-      found = list(devices or self._attached_devices())
+      found = self._compile_only_devices()
     else:
-      raise errors.ChipError(
-        f"on must be 'tpu', 'simulator', 'compiler' or None; got {place!r}."
-      )
-    if devices is None:
-      return topology.arrange(found, sizes, names, types)
-    return jax.sharding.Mesh(np.array(found).reshape(sizes), names, types)
+      found = self._attached_devices()
+    return topology.arrange(found, sizes, names, types)
 
   def tensor_cores(
     self, axis_name: str = "core", num_cores: int | None = None
@@ -374,9 +378,7 @@ class Chip:
 
   def _compile_only_devices(self) -> list[jax.Device]:
     return topology.compile_only_devices(
-      self.name,
-      num_dims=len(self.topology),
-      megacore=self.version.supports_megacore,
+      self.name, megacore=self.version.supports_megacore
     )
 
   def _attached_devices(self) -> list[jax.Device]:
@@ -395,9 +397,21 @@ class Chip:
       )
     return devices
 
-  def _check_simulated_axis_types(self, axis_types) -> None:
-    auto = jax.sharding.AxisType.Auto
-    if axis_types is not None and any(t != auto for t in axis_types):
+  def _check_given_devices(self, devices, place) -> None:
+    if place == "simulator":
+      fits, what = {d.platform for d in devices} == {"cpu"}, "CPU devices"
+    else:
+      versions = {_compat.chip_version(d.device_kind) for d in devices}
+      fits, what = versions == {self.version}, f"{self.generation} devices"
+    if not fits:
+      kinds = sorted({d.device_kind for d in devices})
+      raise errors.ChipError(
+        f"devices must be {what} for on={place!r}; got {kinds}."
+      )
+
+  def _check_simulated_axis_types(self, axis_types, num_axes: int) -> None:
+    all_auto = (jax.sharding.AxisType.Auto,) * num_axes
+    if axis_types not in (None, all_auto):
       raise errors.UnsupportedError(
         "axis_types must be all Auto on the simulator: JAX builds the output"
         " sharding of explicit axes from the CPU devices and loses the"
@@ -433,12 +447,12 @@ def chip(name: str | None = None) -> Chip:
     raise errors.ChipError(
       f"name must be a string such as 'v5p:2x2x1'; got {name!r}."
     )
-  generation, _, dims = name.strip().lower().partition(":")
+  generation, colon, dims = name.strip().lower().partition(":")
   generation = {"7x": "tpu7x", "v7x": "tpu7x"}.get(generation, generation)
   if generation not in _FAMILIES:
     raise errors.ChipError(_unknown_chip(name))
   one_host = _FAMILIES[generation].one_host
-  if not dims:
+  if not colon:
     return Chip(generation=generation, topology=one_host)
   if not re.fullmatch(r"\d+(x\d+)*", dims):
     raise errors.ChipError(
@@ -489,7 +503,8 @@ def _format(sizes: Sequence[int]) -> str:
 
 def _unknown_chip(name: str) -> str:
   known = ", ".join(f"{g}:{_format(f.one_host)}" for g, f in _FAMILIES.items())
-  close = difflib.get_close_matches(name.partition(":")[0], _FAMILIES, n=1)
+  asked = name.strip().lower().partition(":")[0]
+  close = difflib.get_close_matches(asked, _FAMILIES, n=1)
   hint = f" Did you mean {close[0]!r}?" if close else ""
   return f"There is no chip {name!r}; coremesh knows {known}.{hint}"
 
@@ -528,11 +543,15 @@ def _check_mesh_shape(
         f" product {count} for {name}."
       )
     return (count,)
-  sizes = tuple(shape)
-  if len(sizes) != len(names) or math.prod(sizes) != count:
+  sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+  fits = len(sizes) == len(names) and _all_counts(sizes)
+  if not fits or math.prod(sizes) != count:
     raise errors.ChipError(
       f"shape must have one size for each axis of {names} and hold the"
-      f" {count} devices of {name}; got {sizes}, which holds"
-      f" {math.prod(sizes)}."
+      f" {count} devices of {name}; got {shape}."
     )
   return sizes
+
+
+def _all_counts(values: Sequence[Any]) -> bool:
+  return all(type(n) is int and n > 0 for n in values)

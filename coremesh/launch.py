@@ -185,8 +185,7 @@ class Kernel:
       name=self.name,
       core_axes=tuple(mesh.shape),
       copy_sem=copy_sem,
-      links=list(links),
-      num_links=self.num_links,
+      links=links,
     )
     scopes.append(here)
     arrays = [
@@ -199,7 +198,10 @@ class Kernel:
 
   def _revise(self, params, *, place, scopes) -> dict[str, Any]:
     """The kernel's parameters, once its body is known."""
-    jaxprs = params["jaxprs"]
+    own = [sem for s in scopes for sem in s.own_semaphores]
+    jaxprs = tuple(
+      _compat.without_idle_inputs(jaxpr, own) for jaxpr in params["jaxprs"]
+    )
     barriers = any(map(_compat.uses_barrier_semaphore, jaxprs))
     collective_id = self._chosen_collective_id(scopes) if barriers else None
     interpret: Any = False
@@ -211,6 +213,7 @@ class Kernel:
       if collective_id is not None:
         collective_id = places.interpreter_collective_id(collective_id)
     return dict(
+      jaxprs=jaxprs,
       compiler_params=dataclasses.replace(
         self.compiler_params, collective_id=collective_id
       ),

@@ -29,17 +29,20 @@ class Place:
     chip: what it is traced for.
     is_simulated: on CPU devices, by JAX's TPU interpret mode.
     knows_chip: whether JAX's tracer knows the chip without being told.
+    is_plain_mesh: in a mesh of plain CPU devices, not `chip.device_mesh`'s;
+      JAX cannot be told of a chip there.
     num_processes: processes the device mesh spans, 1 on a TPU.
   """
 
   chip: chips.Chip
   is_simulated: bool
   knows_chip: bool
+  is_plain_mesh: bool = False
   num_processes: int = 1
 
   def tracing_context(self) -> Any:
     """A context in which Pallas sees the chip."""
-    if self.knows_chip or not jax.sharding.get_abstract_mesh().empty:
+    if self.knows_chip or self.is_plain_mesh:
       return contextlib.nullcontext()
     device = self.chip.abstract_device(platform="cpu")
     return _compat.empty_device_context(device)
@@ -79,6 +82,7 @@ def find(interpret: Any) -> Place:
     chip=chip or chips.chip(),
     is_simulated=is_simulated,
     knows_chip=chip is not None,
+    is_plain_mesh=chip is None and not mesh.empty,
     num_processes=_num_processes(mesh),
   )
 
@@ -157,7 +161,9 @@ def _check_mesh(name: str, mesh: Any, chip: chips.Chip) -> None:
     )
 
 
-def interpret_params(interpret: Any, num_cores: int) -> pltpu.InterpretParams:
+def interpret_params(
+  interpret: Any, *, num_cores: int, place: Place
+) -> pltpu.InterpretParams:
   """How JAX's interpreter should run a kernel of `num_cores` TensorCores.
 
   Fresh memory holds NaN and each DMA happens as late as it may, so that a
@@ -165,6 +171,8 @@ def interpret_params(interpret: Any, num_cores: int) -> pltpu.InterpretParams:
   """
   base = interpret if isinstance(interpret, pltpu.InterpretParams) else None
   base = base or _compat.forced_interpret_params() or _default_params()
+  if place.is_plain_mesh:  # Padding needs the size of the chip's tiles.
+    base = dataclasses.replace(base, buffer_bounds="logical")
   return dataclasses.replace(base, num_cores_or_threads=num_cores)
 
 
@@ -188,7 +196,7 @@ def simulation(
     dma: when a DMA moves its bytes: as late as the waits allow, or at once.
 
   Raises:
-    ValueError: another value of `dma`.
+    UnsupportedError: another value of `dma`.
 
   Example:
     with cm.simulation(races=True):
@@ -196,7 +204,9 @@ def simulation(
   """
   modes = {"late": "on_wait", "early": "eager"}
   if dma not in modes:
-    raise errors.CoreMeshError(f"dma must be 'late' or 'early'; got {dma!r}.")
+    raise errors.UnsupportedError(
+      f"dma must be 'late' or 'early'; got {dma!r}."
+    )
   params = _default_params(detect_races=races, dma_execution_mode=modes[dma])
   with pltpu.force_tpu_interpret_mode(params):
     yield

@@ -25,29 +25,37 @@ class KernelScope:
     core_axes: the axis names of the kernel's own meshes.
     copy_sem: the DMA semaphore of copies that are waited for where they start,
       which can share it; None where the kernel has several meshes.
-    links: (send, receive) pairs of DMA semaphores that no copy has taken yet,
-      for copies that were given none.
-    num_links: how many pairs there were.
+    links: (send, receive) pairs of DMA semaphores, for copies that were given
+      none.
+    num_taken: how many of the pairs copies have taken.
     barrier_pattern: who signals whom on the kernel's barrier semaphore.
   """
 
   name: str
   core_axes: tuple[str, ...]
   copy_sem: Any = None
-  links: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-  num_links: int = 0
+  links: tuple[tuple[Any, Any], ...] = ()
+  num_taken: int = 0
   barrier_pattern: Pattern | None = None
 
   def take_link(self) -> tuple[Any, Any]:
     """A (send, receive) pair of DMA semaphores that no other copy uses."""
-    if not self.links:
+    if self.num_taken == len(self.links):
       raise errors.CollectiveError(
-        f"Kernel {self.name!r} makes more than num_links={self.num_links}"
+        f"Kernel {self.name!r} makes more than num_links={len(self.links)}"
         " copies without naming their semaphores. Pass"
-        f" cm.kernel(..., num_links={self.num_links + 1}) or more, or give"
+        f" cm.kernel(..., num_links={len(self.links) + 1}) or more, or give"
         " the copy send_sem= and recv_sem=."
       )
-    return self.links.pop(0)
+    self.num_taken += 1
+    return self.links[self.num_taken - 1]
+
+  @property
+  def own_semaphores(self) -> list[Any]:
+    """The semaphores that are there for helpers, used or not."""
+    if self.copy_sem is None:
+      return []
+    return [self.copy_sem, *(sem for pair in self.links for sem in pair)]
 
   def claim_barrier_semaphore(self, pattern: Pattern) -> None:
     """Records who signals whom; two patterns on one semaphore can be confused.

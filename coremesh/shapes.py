@@ -1,6 +1,6 @@
 """Output and scratch types that follow from a kernel's arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -169,10 +169,15 @@ def resolve_scratch(
     cores: the cores along each axis of the kernel's meshes.
 
   Raises:
-    ShapeError: a slab that does not divide, or a `cm.like`.
+    ShapeError: a slab that does not divide, an empty buffer, a `cm.like`, or
+      no dict or sequence.
     DTypeError: a 64-bit scratch.
   """
   tree = _call_if_function(scratch, avals)
+  if not isinstance(tree, Mapping | Sequence):
+    raise errors.ShapeError(
+      f"scratch must be a dict or a sequence of memory types; got {tree!r}."
+    )
 
   def one(leaf):
     if isinstance(leaf, Like):
@@ -182,6 +187,12 @@ def resolve_scratch(
       )
     if isinstance(leaf, VmemSlab):
       leaf = leaf.resolve(avals, cores)
+    if 0 in getattr(leaf, "shape", ()):
+      # XLA and libtpu crash.
+      raise errors.ShapeError(
+        f"scratch must not be empty; got shape {leaf.shape}. Do not call the"
+        " kernel where the argument it is made for is empty."
+      )
     return check_dtype("scratch", leaf)
 
   return jax.tree.map(one, tree, is_leaf=_is_deferred)
@@ -192,9 +203,14 @@ def check_dtype(argument: str, leaf: Any) -> Any:
 
   Raises:
     DTypeError: 64-bit or complex. A Pallas pipeline over a 64-bit array never
-      finishes tracing, so this is found first.
+      finishes tracing, so this is found first. Or a key of `jax.random`.
   """
   dtype = getattr(leaf, "dtype", None)
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    raise errors.DTypeError(
+      f"{argument} is a key of jax.random; a TPU kernel holds numbers only."
+      " Pass jax.random.key_data(key)."
+    )
   if isinstance(dtype, np.dtype) and (dtype.itemsize > 4 or dtype.kind == "c"):
     raise errors.DTypeError(
       f"{argument} has dtype {dtype}; a TPU kernel holds elements of at most"
@@ -210,7 +226,7 @@ def type_without_empty_axes(leaf: Any) -> Any:
   libtpu crashes on a kernel with an empty operand. So an empty array goes in
   as a small one, of which the body sees an empty part.
   """
-  if not isinstance(leaf, jax.ShapeDtypeStruct) or 0 not in leaf.shape:
+  if 0 not in getattr(leaf, "shape", ()):
     return leaf
   return leaf.update(shape=tuple(max(n, 1) for n in leaf.shape))
 

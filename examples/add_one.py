@@ -8,10 +8,10 @@ To run:
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 import numpy as np
 
 import coremesh as cm
@@ -42,7 +42,7 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh, *, block: tuple[int, int]):
   )
 
 
-def main(config: ConfigDict) -> None:
+def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
   shape = (config.rows_per_device * chip.num_devices, config.columns)

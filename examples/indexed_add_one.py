@@ -7,9 +7,10 @@ To run:
   python -m examples.indexed_add_one --config.first_block=3
 """
 
+from typing import Any
+
 import jax
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 import numpy as np
 
 import coremesh as cm
@@ -51,7 +52,7 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
   )
 
 
-def main(config: ConfigDict) -> None:
+def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
   shape = (config.rows_per_device * chip.num_devices, config.columns)

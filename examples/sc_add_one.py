@@ -8,10 +8,11 @@ To run:
   python -m examples.sc_add_one --chip=v6e:2x2 --compile
 """
 
+from typing import Any
+
 import jax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 import numpy as np
 
 import coremesh as cm
@@ -50,7 +51,7 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
   )
 
 
-def main(config: ConfigDict) -> None:
+def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
   shape = (config.rows_per_device * chip.num_devices, config.columns)

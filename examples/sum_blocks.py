@@ -8,10 +8,11 @@ To run:
   python -m examples.sum_blocks --config.terms=5 --config.columns=200
 """
 
+from typing import Any
+
 from absl import flags
 import jax
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 import numpy as np
 
 import coremesh as cm
@@ -52,7 +53,7 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh, wrong: str | None = None):
   )
 
 
-def main(config: ConfigDict) -> None:
+def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
   rows = config.rows_per_device * chip.num_devices

@@ -1,9 +1,9 @@
 """Eight simulated devices, strict types, and no errors left over."""
 
+from hypothesis import settings
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import pytest
-from hypothesis import settings
 
 # The first call of a jitted function compiles, whatever its arguments.
 settings.register_profile("coremesh", deadline=None)
@@ -44,6 +44,6 @@ def _no_leftovers():
   yield
   try:
     jax.effects_barrier()
-  except Exception:  # noqa: BLE001  The error has been seen by the test.
+  except Exception:
     pass
   pltpu.reset_tpu_interpret_mode_state()

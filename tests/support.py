@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import coremesh as cm
 import jax
 from jax.sharding import PartitionSpec as P
+
+import coremesh as cm
 
 # The chips every helper and example must compile for.
 COMPILED_CHIPS = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")

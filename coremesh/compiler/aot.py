@@ -63,7 +63,9 @@ def compile(fn: Any, *args: Any) -> Compiled:  # pylint: disable=redefined-built
     warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
     executable = traced.lower().compile()
   seconds = time.perf_counter() - start
-  shardings = jax.tree.leaves(executable.input_shardings)
+  shardings = jax.tree.leaves(
+    (executable.input_shardings, executable.output_shardings)
+  )
   platforms = {d.platform for s in shardings for d in s.device_set}
   if platforms != {"tpu"} or any(k.is_simulated for k in kernels):
     raise errors.UnsupportedError(

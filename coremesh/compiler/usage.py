@@ -20,9 +20,9 @@ class Usage:
   Buffers that the compiler adds by itself are not in it.
 
   Attributes:
-    vmem_bytes_per_core: vector memory, each buffer padded to whole tiles of
-      8 sublanes x 128 lanes x 32 bits.
-    smem_bytes_per_core: scalar memory.
+    vmem_bytes_per_core: vector memory, each buffer padded to whole tiles as
+      libtpu pads it; see `padded_bytes`.
+    smem_bytes_per_core: scalar memory, padded likewise.
     semaphores_per_core: semaphores of all kinds but the barrier semaphore.
   """
 
@@ -80,8 +80,12 @@ def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
 
 def _of_kernel(params: dict[str, Any]) -> KernelUsage:
   usage, uses_barrier = Usage(), False
-  for jaxpr in params["jaxprs"]:
-    own = _of_refs(v.aval for v in jaxpr.invars)
+  for mesh, jaxpr in zip(params["meshes"], params["jaxprs"], strict=True):
+    avals = [v.aval for v in jaxpr.invars]
+    # Every body is passed the scratch of all; it holds that of its own mesh.
+    own = _of_refs(
+      a for a in avals if _compat.core_mesh_of_type(a) in (None, mesh)
+    )
     usage = usage | (own + _peak(jaxpr))
     uses_barrier |= _compat.uses_barrier_semaphore(jaxpr)
   return KernelUsage(
@@ -89,7 +93,7 @@ def _of_kernel(params: dict[str, Any]) -> KernelUsage:
     meshes=params["meshes"],
     usage=usage,
     uses_barrier=uses_barrier,
-    collective_id=params["compiler_params"].collective_id,
+    collective_id=getattr(params["compiler_params"], "collective_id", None),
     is_simulated=bool(params["interpret"]),
   )
 
@@ -113,25 +117,28 @@ def _of_refs(avals: Iterable[Any]) -> Usage:
     if space == pltpu.VMEM:
       total += Usage(vmem_bytes_per_core=padded_bytes(aval))
     elif space == pltpu.SMEM:
-      total += Usage(smem_bytes_per_core=4 * math.prod(aval.shape))
+      total += Usage(smem_bytes_per_core=padded_bytes(aval))
     elif space == pltpu.SEMAPHORE:
       total += Usage(semaphores_per_core=math.prod(aval.shape))
   return total
 
 
 def padded_bytes(aval: Any) -> int:
-  """Bytes of a VMEM buffer of this type, padded to whole tiles.
+  """Bytes of a VMEM or SMEM buffer of this type, padded to whole tiles.
 
-  The last axis is padded to 128 lanes, the one before to the sublanes of a
-  tile: 8 words of 32 bits, each holding 32 / bits elements, and fewer for an
-  axis shorter than that.
+  The last axis is padded to 128 lanes; the one before to whole words of 32
+  bits, and to a power of two of at most 8 or a multiple of 8 rows. A buffer of
+  one axis is padded to 128 words. An element of less than 8 bits takes a byte.
   """
   bits = _bits(aval.dtype)
   packing = 32 // bits
+  element_bytes = max(bits, 8) // 8
+  if len(aval.shape) == 1:
+    return _round_up(aval.shape[0], 128 * packing) * element_bytes
   *leading, rows, columns = (1, 1, *aval.shape)
-  sublanes = packing * min(8, 2 ** math.ceil(math.log2(-(-rows // packing))))
-  rows, columns = _round_up(rows, sublanes), _round_up(columns, 128)
-  return math.prod(leading) * rows * columns * bits // 8
+  tile_rows = max(packing, min(8, 2 ** (rows - 1).bit_length()))
+  tiles = _round_up(rows, tile_rows) * _round_up(columns, 128)
+  return math.prod(leading) * tiles * element_bytes
 
 
 def _bits(dtype: Any) -> int:

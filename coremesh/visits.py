@@ -1,0 +1,249 @@
+"""In what order a pipeline visits the blocks of a ref, and what that forbids.
+
+A pipeline walks its grid in row-major order, the last axis fastest, and keeps
+a block in VMEM only while consecutive steps ask for the same one. Index maps
+are functions of integers, so what that forbids is found by walking the grid
+while the kernel is traced.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.experimental import pallas as pl
+import numpy as np
+
+from coremesh import _compat, errors
+from coremesh.blocks import Grid, Index, Operand, parts, tiles
+
+# Of a larger grid only steps near its corners are walked: each costs time at
+# every trace of the kernel.
+_MAX_STEPS = 36
+# How much of a grid axis is walked whose size is known at run time only.
+_RUN_TIME_STEPS = 4
+
+type Point = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Visits:
+  """How a pipeline visits the blocks of one operand.
+
+  Attributes:
+    operand: the ref and its block.
+    kept: the grid axes along which a block stays for more than one step.
+    revisited: the outermost grid axis along which a block comes back after
+      others, None if none does.
+    example: where it does, for errors.
+    is_known: whether the index map could be evaluated. Otherwise it depends
+      on a table, or on which core this is; then a block is taken to change
+      with every step along each axis that the index map uses.
+    is_aligned: whether a block is sure to stay exactly while the kept axes go
+      from their first step to their last.
+  """
+
+  operand: Operand
+  kept: frozenset[int]
+  revisited: int | None = None
+  example: str = ""
+  is_known: bool
+  is_aligned: bool = False
+
+  @property
+  def shared(self) -> frozenset[int] | None:
+    """Grid axes that must not be split over cores, None if that is not known.
+
+    Sums in runs of equal table entries, for instance, must stay on one core.
+    """
+    if self.operand.accumulator and not self.is_known:
+      return None
+    return self.kept
+
+
+def walk(operand: Operand, grid: Grid) -> Visits:
+  """Evaluates an operand's index map over the grid.
+
+  Raises:
+    PipelineError: a block outside the array.
+  """
+  points = list(_points(grid))
+  counts = operand.num_indices
+  indices: list[Index] = []
+  for point in points:
+    index = _known_index(operand, point)
+    if index is None:
+      return _assumed(operand, grid)
+    if not _is_block(index, counts) and _is_surely_in(point, grid):
+      _check_range(operand, point, index)
+    indices.append(index)
+  kept: set[int] = set()
+  revisited, example = None, ""
+  last_seen: dict[Index, Point] = {}
+  previous = None
+  for point, index in zip(points, map(parts, indices), strict=True):
+    before = last_seen.get(index)
+    if before is not None:
+      changed = [a for a in range(len(grid)) if point[a] != before[a]]
+      kept.update(changed)
+      if index != previous and revisited is None:
+        revisited = changed[0]
+        example = f", such as block {index} at grid points {before} and {point}"
+    last_seen[index] = point
+    previous = index
+  return Visits(
+    operand=operand,
+    kept=frozenset(kept),
+    revisited=revisited,
+    example=example,
+    is_known=True,
+    is_aligned=not (kept and kept & _used_axes(operand, grid)),
+  )
+
+
+def check_output(seen: Visits, parallel: Sequence[int]) -> None:
+  """Checks that the steps of an output block follow one another on one core.
+
+  Raises:
+    PipelineError: an axis it is accumulated along is parallel, a block is left
+      and revisited, or stays without having been declared an accumulator.
+  """
+  label = seen.operand.label
+  split = sorted(seen.kept.intersection(parallel))
+  if split:
+    raise errors.PipelineError(
+      f"{label} is accumulated along grid axis {split[0]}, which is parallel:"
+      " two cores would write the same block. Leave the axis out of"
+      f" parallel={tuple(parallel)}, or give each core an output of its own and"
+      " add them afterwards."
+    )
+  if seen.revisited is not None:
+    raise errors.PipelineError(
+      f"{label} is left and revisited: steps along grid axis {seen.revisited}"
+      f" ask again for a block that others have replaced{seen.example}. A block"
+      " is kept only while consecutive steps use it, so what the first visit"
+      " wrote is lost. Make the axis it is accumulated along the innermost"
+      " (last) one of the grid, or give each visit a block of its own."
+    )
+  if seen.kept and seen.operand.accumulator is None:
+    raise errors.PipelineError(
+      f"{label} keeps its block along grid axis {min(seen.kept)}: each step"
+      " would overwrite the one before. If it is summed over that axis,"
+      " declare it: cm.accumulator(block_shape, index_map) in out_specs."
+    )
+
+
+def _points(grid: Grid) -> Iterator[Point]:
+  """Points of the grid in the pipeline's order, those near corners if many.
+
+  Leaving points out can hide a fault, but makes none of what is right.
+  """
+  sizes = [n if _is_static(n) and n else _RUN_TIME_STEPS for n in grid]
+  most = max(sizes, default=1)
+  if math.prod(sizes) > _MAX_STEPS:
+    most = max(2, int(_MAX_STEPS ** (1 / len(sizes))))
+  return itertools.product(
+    *(
+      range(n) if n <= most else [*range(most // 2), *range(n - most // 2, n)]
+      for n in sizes
+    )
+  )
+
+
+def _known_index(operand: Operand, point: Point) -> Index | None:
+  """The block at a grid point as plain integers, None if it has no such."""
+  index = operand.index_at(point)
+  if all(map(_is_int, index)):
+    return index
+  try:
+    with jax.ensure_compile_time_eval():
+      index = operand.index_at(point)
+  except NameError:  # jax.lax.axis_index: another number on each core.
+    return None
+  if any(isinstance(p, Tracer) or np.ndim(p) for p in parts(index)):
+    return None
+  return tuple(
+    pl.ds(int(i.start), int(i.size)) if isinstance(i, pl.Slice) else int(i)
+    for i in index
+  )
+
+
+def _is_int(value: Any) -> bool:
+  return type(value) is int
+
+
+def _is_block(index: Index, counts: Sequence[int]) -> bool:
+  """Whether an index is in range, for sure: `_check_range` says if not."""
+  for i, count in zip(index, counts, strict=True):
+    if type(i) is not int or not 0 <= i < count:
+      return False
+  return True
+
+
+def _assumed(operand: Operand, grid: Grid) -> Visits:
+  """What follows from which grid indices the index map uses at all."""
+  used = _used_axes(operand, grid)
+  axes = [a for a, n in enumerate(grid) if not (_is_static(n) and n == 1)]
+  kept = [a for a in axes if a not in used]
+  left = [a for a in kept if any(b in used for b in axes if b > a)]
+  return Visits(
+    operand=operand,
+    kept=frozenset(kept),
+    revisited=min(left, default=None),
+    is_known=False,
+  )
+
+
+def _used_axes(operand: Operand, grid: Grid) -> frozenset[int]:
+  return _compat.used_arguments(
+    lambda *point: parts(operand.index_at(point)), len(grid)
+  )
+
+
+def _check_range(operand: Operand, point: Point, index: Index) -> None:
+  shape = tuple(operand.ref.shape)
+  for axis, (i, count) in enumerate(
+    zip(index, operand.num_indices, strict=True)
+  ):
+    size = operand.sizes[axis]
+    if isinstance(i, pl.Slice):
+      _check_slice(operand, point, axis, i)
+    elif not 0 <= i < count:
+      raise errors.PipelineError(
+        f"The index map of {operand.label} returns {index} at grid point"
+        f" {point}, but axis {axis} of shape {shape} has {count} blocks of"
+        f" {size}. It must return block indices, here in [0, {count}), not"
+        " elements: the k-th block, not its first element."
+      )
+
+
+def _check_slice(operand: Operand, point: Point, axis: int, i: Any) -> None:
+  extent, most = operand.ref.shape[axis], operand.sizes[axis].block_size
+  tile = tiles(operand.ref)[axis]
+  stop = i.start + i.size
+  if not (0 <= i.start <= extent and 0 <= i.size <= most):
+    raise errors.PipelineError(
+      f"The index map of {operand.label} returns pl.ds({i.start}, {i.size})"
+      f" along axis {axis} at grid point {point}; it must start in [0,"
+      f" {extent}] and be at most pl.BoundedSlice({most}) long."
+    )
+  if operand.is_output and (i.start % tile or i.size % tile and stop < extent):
+    raise errors.PipelineError(
+      f"The index map of {operand.label} returns pl.ds({i.start}, {i.size})"
+      f" along axis {axis} at grid point {point}, but an output is written in"
+      f" whole tiles of {tile} there, and overwrites what follows. Round both"
+      " to tiles, or move the ragged axis before the last two."
+    )
+
+
+def _is_surely_in(point: Point, grid: Grid) -> bool:
+  return all(
+    p < n if _is_static(n) else p == 0 for p, n in zip(point, grid, strict=True)
+  )
+
+
+def _is_static(size: Any) -> bool:
+  return isinstance(size, int)

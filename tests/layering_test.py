@@ -1,0 +1,179 @@
+"""Modules of coremesh import only those below them and to their left."""
+
+import ast
+from collections.abc import Iterator
+import pathlib
+
+import pytest
+
+import coremesh
+
+_FACTS = ("errors", "_compat", "topology", "chips", "spec")
+_ROWS = (
+  _FACTS,
+  (  # device: runs in the traced program.
+    *("partition", "scope", "mesh", "barriers", "remote", "blocks"),
+    *("pipelines", "shapes", "place", "launch", "kernels"),
+  ),
+  ("compiler", "profile", "tune"),  # host: never sees the device row.
+)
+_TOP = "cli"  # may import all
+_OUTSIDE = {"benchmarks", "configs", "examples", "tests", "tools"}
+
+_PACKAGE = pathlib.Path(coremesh.__file__).parent
+
+
+def _may_import(module: str) -> set[str]:
+  if module == _TOP:
+    return {name for row in _ROWS for name in row} | {_TOP}
+  for row in _ROWS:
+    if module in row:
+      # A folder is one module: the files in it may import each other.
+      left = set(row[: row.index(module) + 1])
+      return left if row is _FACTS else left | set(_FACTS)
+  raise LookupError(module)
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+  """Line and full name of each import, lazy ones and attributes included.
+
+  Args:
+    tree: the parsed file.
+    package: the package the file is in, such as "coremesh.compiler".
+  """
+  for node in ast.walk(tree):
+    match node:
+      case ast.Import(names=names):
+        yield from ((node.lineno, alias.name) for alias in names)
+      case ast.ImportFrom(module=module, names=names, level=level):
+        up = package.split(".")[: len(package.split(".")) - level + 1]
+        start = ".".join(
+          [*(up if level else []), *([module] if module else [])]
+        )
+        yield from ((node.lineno, f"{start}.{alias.name}") for alias in names)
+      case ast.Attribute(value=ast.Name(id="jax"), attr=attribute):
+        yield node.lineno, f"jax.{attribute}"
+      case ast.Call(
+        func=ast.Name(id="import_module" | "__import__")
+        | ast.Attribute(attr="import_module"),
+        args=[ast.Constant(value=str(name)), *_],
+      ):
+        yield node.lineno, name
+
+
+def _faults(root: pathlib.Path) -> list[str]:
+  """What is wrong with the imports of the package at `root`."""
+  faults = []
+  for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyi")]):
+    parts = path.relative_to(root).with_suffix("").parts
+    package = ".".join([root.name, *parts[:-1]])
+    try:
+      own = set() if parts == ("__init__",) else _may_import(parts[0])
+    except LookupError:
+      faults.append(f"{'/'.join(parts)} has no place in _ROWS")
+      continue
+    if path.suffix == ".pyi":
+      own = {name for row in _ROWS for name in row}
+    for line, name in _imports(ast.parse(path.read_text()), package):
+      where = f"{path.relative_to(root)}:{line} "
+      if name.startswith(("jax._src", "jax.__version__")):
+        if parts != ("_compat",):
+          faults.append(f"{where}{name} is for _compat only")
+      elif name.split(".")[0] in _OUTSIDE:
+        faults.append(f"{where}{name} is outside the package")
+      elif name.split(".")[0] == root.name:
+        imported = (name.split(".") + ["the package itself"])[1]
+        if imported not in own:
+          faults.append(f"{where}must not import {imported}")
+  return faults
+
+
+def test_modules_import_only_downwards_and_leftwards():
+  assert not _faults(_PACKAGE)
+
+
+def test_every_module_of_the_package_is_looked_at():
+  seen = {p.name for p in _PACKAGE.rglob("*.py")}
+  assert {"launch.py", "_compat.py", "aot.py", "__init__.py"} <= seen
+
+
+def _write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
+  package = root / "coremesh"
+  for name, text in {"__init__.py": "", **files}.items():
+    path = package / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  return package
+
+
+_GOOD = {
+  "__init__.pyi": "from .launch import kernel as kernel",
+  "errors.py": "import numpy as np",
+  "_compat.py": "from jax._src import core\nfrom coremesh import errors",
+  "chips.py": "from coremesh import _compat, errors, topology",
+  "mesh.py": "from coremesh import chips, scope\nimport coremesh.partition",
+  "launch.py": "import coremesh.mesh\nfrom coremesh import place as places",
+  "kernels/add.py": "from coremesh.launch import kernel",
+  "kernels/__init__.py": "from coremesh.kernels import add",
+  "compiler/aot.py": "from coremesh.compiler import usage",
+  "tune/search.py": "from coremesh import chips, compiler, profile",
+  "cli/main.py": "from coremesh import kernels, launch, tune",
+  "cli/other.py": "from coremesh.cli import main",
+}
+
+
+def test_a_good_tree_passes(tmp_path):
+  assert not _faults(_write(tmp_path, _GOOD))
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "fault"),
+  [
+    ("errors.py", "from coremesh import _compat", "must not import _compat"),
+    ("_compat.py", "import coremesh.chips", "must not import chips"),
+    ("chips.py", "from coremesh import mesh", "must not import mesh"),
+    ("mesh.py", "from coremesh import launch", "must not import launch"),
+    ("mesh.py", "from .barriers import barrier", "must not import barriers"),
+    ("mesh.py", "from . import launch", "must not import launch"),
+    ("launch.py", "from coremesh.compiler import aot", "not import compiler"),
+    ("launch.py", "import coremesh as cm", "must not import the package"),
+    ("launch.py", "from coremesh import kernel", "must not import kernel"),
+    ("launch.py", "from coremesh import cli", "must not import cli"),
+    ("compiler/aot.py", "from coremesh import mesh", "must not import mesh"),
+    ("compiler/aot.py", "from .. import launch", "must not import launch"),
+    ("tune/search.py", "import coremesh.kernels", "must not import kernels"),
+    ("compiler/aot.py", "import coremesh.tune.cost", "must not import tune"),
+    ("__init__.py", "from coremesh import chips", "must not import chips"),
+    ("__init__.pyi", "from .cli import main", "must not import cli"),
+    # Lazy imports count.
+    (
+      "mesh.py",
+      "def f():\n  from coremesh import launch",
+      "mesh.py:2 must not",
+    ),
+    ("mesh.py", "if TYPE_CHECKING:\n  import coremesh.launch", "must not"),
+    (
+      "mesh.py",
+      "importlib.import_module('coremesh.launch')",
+      "must not import launch",
+    ),
+    ("chips.py", "from jax._src import core", "jax._src.core is for _compat"),
+    ("chips.py", "import jax._src.core as c", "jax._src.core is for _compat"),
+    ("chips.py", "from jax import _src", "jax._src is for _compat"),
+    ("chips.py", "import jax\njax._src.core", "chips.py:2 jax._src is for"),
+    ("chips.py", "jax.__version__", "jax.__version__ is for _compat"),
+    ("kernels/add.py", "import tests.support", "outside the package"),
+    ("kernels/add.py", "from examples import demo", "outside the package"),
+    ("news.py", "", "news has no place in _ROWS"),
+    ("compile/aot.py", "", "compile/aot has no place in _ROWS"),
+  ],
+)
+def test_a_bad_tree_fails(name, text, fault, tmp_path):
+  [found] = _faults(_write(tmp_path, _GOOD | {name: text}))
+  assert fault in found
+
+
+def test_only_folders_may_hold_what_import_each_other(tmp_path):
+  files = {"compiler/dump.py": "from coremesh.profile import bundles"}
+  [found] = _faults(_write(tmp_path, _GOOD | files))
+  assert found == "compiler/dump.py:1 must not import profile"

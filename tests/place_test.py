@@ -1,0 +1,287 @@
+"""Tests for coremesh.place; tests/launch_test.py runs kernels there."""
+
+import concurrent.futures
+import dataclasses
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import pytest
+
+import coremesh as cm
+from coremesh import _compat, place, topology
+from coremesh.errors import ChipError, UnsupportedError
+
+_EARLY = pltpu.InterpretParams(dma_execution_mode="eager")
+
+
+def _within(device=None, size=2):
+  """A context in which kernels are traced for a mesh of this device."""
+  mesh = jax.sharding.AbstractMesh((size,), ("d",), abstract_device=device)
+  return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _device(kind, platform, num_cores=None):
+  return jax.sharding.AbstractDevice(
+    device_kind=kind, num_cores=num_cores, platform=platform
+  )
+
+
+# --- find ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("on", ["simulator", "compiler"])
+def test_the_place_of_a_kernel_is_that_of_its_mesh(generation, on):
+  mesh = cm.chip(generation).device_mesh(on=on)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    found = place.find(None)
+  assert found == place.Place(
+    chip=cm.chip(generation), is_simulated=on == "simulator", knows_chip=True
+  )
+
+
+@pytest.mark.parametrize(
+  ("interpret", "is_simulated"), [(False, False), (True, True), (_EARLY, True)]
+)
+@pytest.mark.parametrize("on", ["simulator", "compiler"])
+def test_the_user_may_choose_whether_to_interpret(on, interpret, is_simulated):
+  mesh = cm.chip("v6e").device_mesh(on=on)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    assert place.find(interpret).is_simulated is is_simulated
+
+
+def test_a_plain_cpu_is_taken_for_the_chip_of_this_program(monkeypatch):
+  monkeypatch.setenv("COREMESH_CHIP", "v6e:2x2")
+  expected = place.Place(
+    chip=cm.chip("v6e"), is_simulated=True, knows_chip=False
+  )
+  assert place.find(None) == expected
+  with _within(_device("cpu", "cpu")):
+    found = place.find(None)
+  assert found == dataclasses.replace(expected, is_plain_mesh=True)
+
+
+def test_pallas_sees_the_chip_outside_a_mesh(monkeypatch):
+  monkeypatch.setenv("COREMESH_CHIP", "v6e:2x2")
+  with place.find(None).tracing_context():
+    assert pltpu.get_tpu_info().chip_version == pltpu.ChipVersion.TPU_V6E
+  with pytest.raises(ValueError, match="Unsupported TPU device kind: cpu"):
+    pltpu.get_tpu_info()
+
+
+def test_a_mesh_in_scope_is_left_as_it_is():
+  with _within(_device("cpu", "cpu")):
+    before = jax.sharding.get_abstract_mesh()
+    with place.find(None).tracing_context():
+      assert jax.sharding.get_abstract_mesh() == before
+
+
+def test_looking_for_the_default_device_keeps_jax_on_the_cpu(monkeypatch):
+  asked = []
+  monkeypatch.setattr(_compat, "backends_started", lambda: False)
+  monkeypatch.setattr(topology, "simulated_devices", asked.append)
+  assert place.find(None).is_simulated
+  assert asked == [1]
+
+
+@pytest.mark.parametrize(
+  ("kind", "platform", "error", "message"),
+  [
+    ("TPU v3", "tpu", ChipError, "'TPU v3'; it knows v4, v5e, v5p, v6e, tpu7x"),
+    ("H100", "gpu", UnsupportedError, r"'gpu'\. Use .*on='simulator'"),
+  ],
+)
+def test_rejects_a_device_it_does_not_know(kind, platform, error, message):
+  with _within(_device(kind, platform)), pytest.raises(error, match=message):
+    place.find(None)
+
+
+# --- processes -------------------------------------------------------------
+
+
+def _simulated_device(num_processes):
+  return _compat.SimulatedDevice(
+    device_kind="TPU v5",
+    num_cores=2,
+    platform="cpu",
+    num_processes=num_processes,
+  )
+
+
+@pytest.mark.parametrize(
+  ("device", "size", "processes"),
+  [
+    (None, 16, 1),
+    (_simulated_device(1), 2, 1),
+    (_simulated_device(3), 2, 3),
+    (_device("cpu", "cpu"), 8, 1),
+    (_device("cpu", "cpu"), 16, 2),
+    (_device("TPU v5", "tpu", 2), 16, 1),
+  ],
+)
+def test_counts_the_processes_of_a_cpu_mesh(
+  device, size, processes, monkeypatch
+):
+  monkeypatch.setattr(_compat, "num_processes", lambda: 2)
+  with _within(device, size):
+    assert place.find(None).num_processes == processes
+
+
+def test_rejects_a_simulation_across_processes():
+  cores = cm.chip("v5p").tensor_cores()
+  with _within(_simulated_device(2)):
+    across, compiled = place.find(None), place.find(False)
+  message = (
+    "Kernel 'k' runs over a device mesh of 2 processes.*jax.local_devices.*"
+    'Only a TPU runs it across.*a compile checks it: .*on="compiler"'
+  )
+  with pytest.raises(UnsupportedError, match=message):
+    place.check("k", [cores], across)
+  place.check("k", [cores], compiled)
+
+
+# --- core meshes -----------------------------------------------------------
+
+
+def _place(generation, is_simulated=False):
+  return place.Place(
+    chip=cm.chip(generation), is_simulated=is_simulated, knows_chip=True
+  )
+
+
+@pytest.mark.parametrize("generation", ["v5p", "v6e", "tpu7x"])
+def test_accepts_the_cores_of_the_chip(generation):
+  chip = cm.chip(generation)
+  own = [chip.tensor_cores(), chip.vector_subcores(), chip.scalar_subcores()]
+  place.check("k", own, _place(generation))
+  place.check("k", own[:1], _place(generation, is_simulated=True))
+
+
+@pytest.mark.parametrize(
+  ("mesh", "generation", "message"),
+  [
+    (
+      cm.chip("v5p").tensor_cores(),
+      "v6e",
+      r"'k' is launched on .*but a device of v6e has 1 TensorCores\.$",
+    ),
+    (
+      cm.chip("v5p").vector_subcores(),
+      "tpu7x",
+      r"device of tpu7x has 2 SparseCores of 16 vector subcores\.$",
+    ),
+    (
+      cm.chip("v6e").scalar_subcores(),
+      "v5e",
+      r"device of v5e has 0 SparseCores\.$",
+    ),
+  ],
+)
+def test_rejects_more_cores_than_the_chip_has(mesh, generation, message):
+  with pytest.raises(ChipError, match=message):
+    place.check("k", [mesh], _place(generation))
+
+
+@pytest.mark.parametrize("mesh", [None, "core", 2, ("core", 2)])
+def test_rejects_what_is_no_mesh_of_cores(mesh):
+  message = "mesh of kernel 'k' must be a TensorCoreMesh, .*tensor_cores"
+  with pytest.raises(ChipError, match=message):
+    place.check("k", [mesh], _place("v5p"))
+
+
+def test_rejects_a_device_mesh_in_place_of_a_core_mesh():
+  chip = cm.chip("v5p")
+  with pytest.raises(ChipError, match="must be a TensorCoreMesh"):
+    place.check("k", [chip.device_mesh(on="compiler")], _place("v5p"))
+
+
+def test_rejects_a_mesh_without_a_number_of_cores():
+  mesh = pltpu.TensorCoreMesh(axis_name="c", num_cores=None)
+  with pytest.raises(ChipError, match=r"no number of cores.*tensor_cores\(\)"):
+    place.check("k", [mesh], _place("v5p"))
+
+
+@pytest.mark.parametrize("kind", ["vector_subcores", "scalar_subcores"])
+def test_rejects_sparse_cores_on_a_cpu_and_says_the_way_out(kind):
+  chip = cm.chip("v5p")
+  meshes = [chip.tensor_cores(), getattr(chip, kind)()]
+  message = r"Kernel 'k' runs on SparseCore subcores.*cm\.compile\(fn, \*args\)"
+  with pytest.raises(UnsupportedError, match=message):
+    place.check("k", meshes, _place("v5p", is_simulated=True))
+  place.check("k", meshes, _place("v5p"))
+
+
+# --- interpreter -----------------------------------------------------------
+
+
+def _params(interpret=None, *, is_plain_mesh=False):
+  return place.interpret_params(
+    interpret,
+    num_cores=2,
+    place=dataclasses.replace(_place("v5p"), is_plain_mesh=is_plain_mesh),
+  )
+
+
+def test_the_interpreter_hides_nothing_by_default():
+  params = _params()
+  assert params.num_cores_or_threads == 2
+  assert params.dma_execution_mode == "on_wait"
+  assert params.uninitialized_memory == "nan"
+  assert params.out_of_bounds_reads == "raise"
+  assert params.buffer_bounds == "padded"
+  assert params == _params(True)
+
+
+def test_a_plain_mesh_does_not_pad_buffers_to_tiles():
+  assert _params(is_plain_mesh=True).buffer_bounds == "logical"
+  with cm.simulation():
+    params = _params(is_plain_mesh=True)
+  assert params.buffer_bounds == "logical" and params.detect_races
+
+
+def test_the_kernels_own_params_come_before_the_contexts():
+  with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(random_seed=7)):
+    assert _params().random_seed == 7
+    assert _params(True).random_seed == 7
+    own = _params(_EARLY)
+  assert own.random_seed is None and own.dma_execution_mode == "eager"
+  assert own.num_cores_or_threads == 2
+
+
+@pytest.mark.parametrize("races", [True, False])
+@pytest.mark.parametrize(
+  ("dma", "mode"), [("late", "on_wait"), ("early", "eager")]
+)
+def test_a_simulation_sets_what_kernels_inside_use(races, dma, mode):
+  before = _params()
+  with cm.simulation(races=races, dma=dma):
+    params = _params()
+    with _within(_device("TPU v5", "tpu", 2)):
+      assert place.find(None).is_simulated
+  assert params.detect_races is races and params.dma_execution_mode == mode
+  assert params.buffer_bounds == before.buffer_bounds
+  assert _params() == before
+
+
+def test_a_simulation_looks_for_races_unless_told_not_to():
+  with cm.simulation():
+    params = _params()
+  assert params.detect_races and params.dma_execution_mode == "on_wait"
+
+
+def test_a_simulation_ends_with_an_error_too():
+  with pytest.raises(ZeroDivisionError), cm.simulation():
+    raise ZeroDivisionError
+  assert not _params().detect_races
+  with pytest.raises(UnsupportedError, match="'late' or 'early'; got 'eager'"):
+    with cm.simulation(dma="eager"):
+      pass
+
+
+def test_each_collective_id_has_one_small_number_in_the_interpreter():
+  ids = [2**30 + 7919 * i for i in range(200)]
+  with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    numbers = list(threads.map(place.interpreter_collective_id, ids * 4))
+  assert numbers == numbers[:200] * 4
+  assert len(set(numbers)) == 200
+  assert 0 <= min(numbers) and max(numbers) < 2**16
