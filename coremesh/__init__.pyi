@@ -50,6 +50,8 @@ from .remote import put as put
 from .remote import ring_shift as ring_shift
 from .remote import signal as signal
 from .remote import start_copy as start_copy
+from .remote import start_ring_shift as start_ring_shift
+from .remote import start_swap as start_swap
 from .remote import swap as swap
 from .remote import wait as wait
 from .remote import wait_arrival as wait_arrival

@@ -163,7 +163,11 @@ class Kernel:
     if not self._has_links:
       return scratch
     pair = (pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA)
-    links = (pltpu.SemaphoreType.DMA, (pair,) * self.num_links)
+    links = (
+      pltpu.SemaphoreType.DMA,
+      pltpu.SemaphoreType.REGULAR,
+      (pair,) * self.num_links,
+    )
     if isinstance(scratch, Mapping):
       if _LINKS in scratch:
         raise errors.ShapeError(f"scratch must not be named {_LINKS!r}.")
@@ -175,17 +179,19 @@ class Kernel:
     return len(self.meshes) == 1  # Of several, a scratch belongs to one.
 
   def _traced_body(self, body, mesh, scopes, types, *refs, **named_refs) -> Any:
-    copy_sem, links = None, ()
+    copy_sem, neighbour_sem, links = None, None, ()
     if self._has_links:
       if _LINKS in named_refs:
-        copy_sem, links = named_refs.pop(_LINKS)
+        copy_sem, neighbour_sem, links = named_refs.pop(_LINKS)
       else:
-        *refs, (copy_sem, links) = refs
+        *refs, (copy_sem, neighbour_sem, links) = refs
     here = scope.KernelScope(
       name=self.name,
       core_axes=tuple(mesh.shape),
       copy_sem=copy_sem,
       links=links,
+      num_links=self.num_links,
+      neighbour_sem=neighbour_sem,
     )
     scopes.append(here)
     arrays = [
@@ -198,11 +204,13 @@ class Kernel:
 
   def _revise(self, params, *, place, scopes) -> dict[str, Any]:
     """The kernel's parameters, once its body is known."""
-    own = [sem for s in scopes for sem in s.own_semaphores]
+    own = [sem for s in scopes for sem in s.semaphores]
     jaxprs = tuple(
       _compat.without_idle_inputs(jaxpr, own) for jaxpr in params["jaxprs"]
     )
     barriers = any(map(_compat.uses_barrier_semaphore, jaxprs))
+    for here in scopes:
+      here.check_entry(has_barrier_semaphore=barriers)
     collective_id = self._chosen_collective_id(scopes) if barriers else None
     interpret: Any = False
     if place.is_simulated:

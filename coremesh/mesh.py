@@ -7,9 +7,11 @@ one index for each axis in scope: the axes of the device mesh (from
 
 from collections.abc import Mapping, Sequence
 import math
+import operator
 from typing import Any
 
 import jax
+import jax.core
 from jax.experimental import pallas as pl
 import numpy as np
 
@@ -35,6 +37,11 @@ def core_axes() -> tuple[str, ...]:
   return tuple(n for n in _compat.bound_axis_sizes() if n not in devices)
 
 
+def on_vector_subcore() -> bool:
+  """Whether the body runs on vector subcores: the only mesh of two axes."""
+  return len(core_axes()) == 2
+
+
 def as_axes(axes: Axes, *, argument: str = "axes") -> tuple[str, ...]:
   """One or more axis names as a tuple, each checked to be in scope.
 
@@ -42,20 +49,25 @@ def as_axes(axes: Axes, *, argument: str = "axes") -> tuple[str, ...]:
     AxisError: a name that is no axis here, or one that is given twice.
   """
   names = (axes,) if isinstance(axes, str) else tuple(axes)
-  bound = _compat.bound_axis_sizes()
-  unknown = [n for n in names if n not in bound]
+  devices, cores = device_axes(), core_axes()
+  unknown = [n for n in names if n not in devices + cores]
   if unknown:
     raise errors.AxisError(
       f"{argument} must name axes in scope; {unknown} are not. In scope:"
-      f" device axes {list(device_axes())}, core axes {list(core_axes())}."
-      " Device axes come from jax.shard_map(mesh=...), core axes from the"
-      " kernel's mesh."
+      f" device axes {list(devices)}, core axes {list(cores)}. Device axes"
+      " come from jax.shard_map(mesh=...), core axes from the kernel's mesh."
     )
   if len(set(names)) != len(names) or not names:
     raise errors.AxisError(
       f"{argument} must be one or more different names; got {names}."
     )
   return names
+
+
+def with_several(names: Sequence[str]) -> tuple[str, ...]:
+  """Those of the axes that have more than one worker."""
+  bound = _compat.bound_axis_sizes()
+  return tuple(n for n in names if bound[n] > 1)
 
 
 def axis_sizes(axes: Axes) -> tuple[int, ...]:
@@ -75,9 +87,10 @@ def worker_index(axes: Axes) -> jax.Array:
   Returns:
     An int32 scalar in [0, num_workers(axes)).
   """
-  names = as_axes(axes)
-  index = jax.lax.axis_index(names[0])
-  for name, size in zip(names[1:], axis_sizes(names)[1:], strict=True):
+  first, *rest = as_axes(axes)
+  index = jax.lax.axis_index(first)
+  for name in rest:
+    (size,) = axis_sizes(name)
     index = jax.lax.mul(index, np.int32(size))
     index = jax.lax.add(index, jax.lax.axis_index(name))
   return index
@@ -87,14 +100,23 @@ def coordinates(index: Index, axes: Axes) -> dict[str, Index]:
   """The index along each of `axes` of the worker at place `index`.
 
   The inverse of `worker_index`: pass the result as `to=` of `cm.put`.
+
+  Args:
+    index: in [0, num_workers(axes)); an array is not checked.
+    axes: the axes, the first slowest.
+
+  Raises:
+    AxisError: a Python int outside that range.
   """
-  names = as_axes(axes)
-  rest = _as_int32(index)
+  first, *rest = as_axes(axes)
+  index = _checked_index("index", index, num_workers(axes))
   result: dict[str, Index] = {}
-  for name, size in zip(names[:0:-1], axis_sizes(names)[:0:-1], strict=True):
-    result[name] = jax.lax.rem(rest, np.int32(size))
-    rest = jax.lax.div(rest, np.int32(size))
-  return {names[0]: rest} | {name: result[name] for name in names[1:]}
+  for name in reversed(rest):
+    (size,) = axis_sizes(name)
+    result[name] = jax.lax.rem(index, np.int32(size))
+    index = jax.lax.div(index, np.int32(size))
+  result[first] = index
+  return dict(reversed(result.items()))
 
 
 def shifted(axes: Axes, steps: Index = 1) -> dict[str, Index]:
@@ -102,14 +124,14 @@ def shifted(axes: Axes, steps: Index = 1) -> dict[str, Index]:
 
   Args:
     axes: the ring; several axes form one ring, the last fastest.
-    steps: how far, negative for behind; a Python int or an int32 scalar with
-      magnitude below the number of workers.
+    steps: how far, negative for behind; a Python int or an int32 scalar.
   """
   size = num_workers(axes)
-  if isinstance(steps, int):
-    ahead = np.int32(steps % size)
+  if isinstance(steps, jax.Array):
+    ahead = jax.lax.rem(_as_int32(steps), np.int32(size))
+    ahead = jax.lax.add(ahead, np.int32(size))
   else:
-    ahead = jax.lax.add(_as_int32(steps), np.int32(size))
+    ahead = np.int32(operator.index(steps) % size)
   place = jax.lax.add(worker_index(axes), ahead)
   return coordinates(jax.lax.rem(place, np.int32(size)), axes)
 
@@ -165,9 +187,11 @@ def check_ref_axis(ref: Any, axis: int) -> int:
 def device_id(to: Mapping[str, Index]) -> dict[str, Index]:
   """`to`, checked, as Pallas takes it.
 
-  An axis that is not named means this worker's own index. In a body launched
-  by plain `pl.kernel`, device axes are named all the same: JAX resolves a
-  missing one while it lowers the kernel, which fails under `check_vma=True`.
+  An axis that is not named means this worker's own index. Some are named all
+  the same. A lone core axis is, because JAX's interpreter counts a signal that
+  names no core on core 0. In a body launched by plain `pl.kernel` device axes
+  are, because JAX resolves a missing one while it lowers the kernel, which
+  fails under `check_vma=True`.
 
   Raises:
     AxisError: a key that is no axis in scope, or an index outside its axis.
@@ -177,21 +201,49 @@ def device_id(to: Mapping[str, Index]) -> dict[str, Index]:
       "to must name at least one axis, such as {'core': other}; got {}."
     )
   names = as_axes(tuple(to), argument="to")
-  for name, size in zip(names, axis_sizes(names), strict=True):
-    index = to[name]
-    if isinstance(index, int) and not 0 <= index < size:
-      raise errors.AxisError(
-        f"to[{name!r}] must be in [0, {size}); got {index}."
-      )
-  address = {name: _as_int32(index) for name, index in to.items()}
-  if scope.current() is not None:
-    return address
-  here = {n: jax.lax.axis_index(n) for n in device_axes() if n not in to}
+  address = {
+    name: _checked_index(f"to[{name!r}]", to[name], size)
+    for name, size in zip(names, axis_sizes(names), strict=True)
+  }
+  own = _lone_core_axis()
+  if scope.current() is None:
+    own += device_axes()
+  here = {n: jax.lax.axis_index(n) for n in own if n not in to}
   return here | address
 
 
-def _as_int32(index: Any) -> Any:
-  """An index as int32, without a word in the program if it is that already."""
-  if isinstance(index, int | np.integer):
-    return np.int32(index)
+def own_device_id() -> dict[str, Index] | None:
+  """The address of this worker; None where JAX takes that for its own."""
+  cores = _lone_core_axis()
+  return device_id({n: jax.lax.axis_index(n) for n in cores}) if cores else None
+
+
+def _lone_core_axis() -> tuple[str, ...]:
+  """The core axis, if it is the only one and has several cores."""
+  cores = core_axes()
+  return with_several(cores) if len(cores) == 1 else ()
+
+
+def _checked_index(argument: str, index: Any, size: int) -> Any:
+  """`index` as an int32 scalar, its range checked where it is known."""
+  if isinstance(index, jax.core.Tracer):
+    if index.ndim or not np.issubdtype(index.dtype, np.integer):
+      raise errors.AxisError(
+        f"{argument} must be an integer scalar; got"
+        f" {index.dtype}{list(index.shape)}."
+      )
+    return _as_int32(index)
+  try:
+    known = operator.index(index)
+  except TypeError as error:
+    raise errors.AxisError(
+      f"{argument} must be an integer; got {index!r}."
+    ) from error
+  if not 0 <= known < size:
+    raise errors.AxisError(f"{argument} must be in [0, {size}); got {known}.")
+  return np.int32(known)
+
+
+def _as_int32(index: Index) -> jax.Array:
+  """An int32 scalar, without a word in the program if it is that already."""
   return jax.lax.convert_element_type(index, np.int32)

@@ -200,11 +200,8 @@ class _Plan:
     start = functools.partial(
       self._emit, body, grid, [operand], range(len(grid))
     )
-    summed = tuple(self.grid[a] for a in output.kept)
-    if _has_no_steps(summed):
-      start()
-    elif not all(isinstance(n, int) for n in summed):
-      pl.when(math.prod(summed) == 0)(start)
+    summed = math.prod(self.grid[a] for a in output.kept)
+    pl.when(summed == 0)(start)
 
   def _check_unwritten(self, operands, written) -> None:
     """Checks that a grid without steps leaves no output unwritten.

@@ -12,18 +12,25 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
+import numpy as np
 
 from coremesh import _compat, barriers, errors, mesh, scope
 
 type Address = Mapping[str, mesh.Index]
 
+_DMA = pltpu.SemaphoreType.DMA
+# What a ref of the kernel's arguments is in; its memory may be left unsaid.
+_HBM = (None, pl.ANY, pltpu.HBM)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
   """A copy that has started: wait for it before touching either end.
+
+  Each end may be waited for once.
 
   Attributes:
     descriptor: the Pallas copy descriptor.
@@ -45,6 +52,9 @@ class Copy:
 
     In a program where every worker puts the same shape, that is the put whose
     destination this worker is.
+
+    Raises:
+      CollectiveError: a local copy.
     """
     if not self.is_remote:
       raise errors.CollectiveError(
@@ -57,6 +67,19 @@ class Copy:
     self.descriptor.wait()
 
 
+class _Nothing:
+  """The descriptor of a copy of no elements: no DMA may have length 0."""
+
+  def wait(self) -> None:
+    """Returns at once, as do the others."""
+
+  wait_send = wait_recv = wait
+
+
+def _is_empty(ref: Any) -> bool:
+  return 0 in ref.shape
+
+
 def copy(src: Any, dst: Any) -> None:
   """Copies `src` to `dst` on this worker and waits.
 
@@ -66,8 +89,12 @@ def copy(src: Any, dst: Any) -> None:
 
   Raises:
     ShapeError, DTypeError: the refs differ.
+    UnsupportedError: memories between which this core has no DMA.
   """
-  _check_pair(src, dst)
+  _check_pair(src, dst, is_remote=False)
+  if _is_empty(src) or _is_push_stream(src, dst):
+    start_copy(src, dst).wait()
+    return
   current = scope.current()
   if current is None or current.copy_sem is None:
     pltpu.sync_copy(src, dst)
@@ -81,14 +108,22 @@ def start_copy(src: Any, dst: Any, *, sem: Any = None) -> Copy:
   Args:
     src: a ref in any data memory.
     dst: a ref of the same shape and dtype.
-    sem: a DMA semaphore; default one of the kernel's links.
+    sem: a DMA semaphore; default one of the kernel's links. On a vector
+      subcore a copy out of VMEM is a stream, which counts on none.
 
   Raises:
     ShapeError, DTypeError: the refs differ.
-    CollectiveError: the kernel has no link left.
+    UnsupportedError: memories between which this core has no DMA.
+    CollectiveError: the kernel has no link left, or `sem` is no DMA semaphore.
   """
-  _check_pair(src, dst)
-  sem = _take_link("start_copy", "sem")[0] if sem is None else sem
+  _check_pair(src, dst, is_remote=False)
+  barriers.check_semaphore("sem", sem, kind=_DMA)
+  if _is_empty(src):
+    return Copy(descriptor=_Nothing(), is_remote=False)
+  if _is_push_stream(src, dst):
+    sem = None
+  elif sem is None:
+    _, sem = _take_link("start_copy", "sem")
   descriptor = pltpu.make_async_copy(src, dst, sem)
   descriptor.start()
   return Copy(descriptor=descriptor, is_remote=False)
@@ -109,7 +144,7 @@ def put(
   kernel: call a barrier that covers it first.
 
   Args:
-    src: a ref on this worker, in HBM or VMEM.
+    src: a ref on this worker, in any data memory.
     dst: the ref the receiver calls by the same name; shape and dtype of `src`.
     to: the receiver, an index for each axis that differs from this worker's:
       `{"core": 1}` is a core of this device, `{"device": 2}` the same core of
@@ -124,26 +159,23 @@ def put(
 
   Raises:
     ShapeError, DTypeError: the refs differ.
-    AxisError: `to` names no axis in scope.
+    AxisError: `to` names no axis in scope, or an index outside its axis.
     CollectiveError: every axis of `to` has one worker, so that the receiver
       is the sender; or no semaphores are left.
-    UnsupportedError: a ref in a memory no remote DMA reaches.
+    UnsupportedError: memories between which this core has no DMA.
   """
-  _check_pair(src, dst)
-  for argument, ref in (("src", src), ("dst", dst)):
-    _check_remote_memory(argument, ref)
+  _check_pair(src, dst, is_remote=True)
   address = mesh.device_id(to)
   if mesh.num_workers(tuple(to)) == 1:
     raise errors.CollectiveError(
       f"to={dict(to)} can only be this worker: the axes {list(to)} have one"
       " worker. Use cm.copy, or a chip with more cores."
     )
-  if (send_sem is None) != (recv_sem is None):
-    raise errors.CollectiveError(
-      "send_sem and recv_sem go together: give both or neither."
-    )
-  if send_sem is None:
-    send_sem, recv_sem = _take_link("put", "send_sem= and recv_sem")
+  link = _given_link(send_sem, recv_sem)
+  send_sem, recv_sem = link or _take_link("put", "send_sem= and recv_sem")
+  _reach("put")
+  if _is_empty(src):
+    return Copy(descriptor=_Nothing(), is_remote=True)
   descriptor = pltpu.make_async_remote_copy(
     src, dst, send_sem, recv_sem, device_id=address
   )
@@ -154,29 +186,35 @@ def put(
 def get(src: Any, dst: Any, *, source: Address) -> None:
   """Copies the `src` of another core into `dst` here, where hardware can.
 
-  A TPU core reads its own memories and the HBM of its device, which all its
-  cores share; there is no DMA that pulls from elsewhere.
+  A TPU core reads its own memories and those it shares: the HBM of its device,
+  and the VMEM_SHARED of its SparseCore. No DMA pulls from elsewhere.
 
   Args:
-    src: a ref in HBM.
+    src: a ref in a memory both cores share.
     dst: a ref on this core; shape and dtype of `src`.
-    source: the other core, core axes only.
+    source: the other core, core axes only; for VMEM_SHARED the subcore axis.
 
   Raises:
-    UnsupportedError: `src` is not in HBM, or on another device: let the
-      owner `cm.put` it.
+    AxisError: `source` names no axis in scope, or an index outside its axis.
+    UnsupportedError: the memory is not shared with `source`: let the owner
+      `cm.put` it.
   """
-  _check_pair(src, dst)
+  _check_pair(src, dst, is_remote=False)
   mesh.device_id(source)
-  on_devices = [n for n in source if n in mesh.device_axes()]
-  if on_devices or not _in_shared_memory(src):
+  space = _compat.memory_space(src)
+  if space in _HBM:
+    shared_over = mesh.core_axes()
+  elif space == pltpu.VMEM_SHARED:
+    shared_over = mesh.core_axes()[1:]
+  else:
+    shared_over = ()
+  if not set(source) <= set(shared_over):
     raise errors.UnsupportedError(
-      "TPU DMAs push: a core cannot read"
-      f" {'another device' if on_devices else 'the VMEM of another core'}."
-      " Let the owner of src call cm.put(src, dst, to=...) and wait for it"
-      " here with cm.wait_arrival."
+      f"TPU DMAs push: a core cannot read the {space or 'HBM'} of"
+      f" {dict(source)}. Let the owner of src call cm.put(src, dst, to=...)"
+      " and wait for it here with cm.wait_arrival."
     )
-  pltpu.sync_copy(src, dst)
+  copy(src, dst)
 
 
 def wait_arrival(dst: Any, recv_sem: Any) -> None:
@@ -184,8 +222,14 @@ def wait_arrival(dst: Any, recv_sem: Any) -> None:
 
   For a receiver that has no `Copy` of its own: put with a named `recv_sem` on
   one worker, this on the other.
+
+  Raises:
+    CollectiveError: `recv_sem` is no DMA semaphore of shape ().
   """
-  pltpu.make_async_copy(dst, dst, recv_sem).wait()
+  _check_ref("dst", dst)
+  barriers.check_semaphore("recv_sem", recv_sem, kind=_DMA)
+  if not _is_empty(dst):
+    pltpu.make_async_copy(dst, dst, recv_sem).wait()
 
 
 def fence(*copies: Copy) -> None:
@@ -203,11 +247,16 @@ def signal(sem: Any, *, to: Address | None = None, inc: Any = 1) -> None:
     inc: how much, at least 1.
 
   Raises:
-    AxisError: `to` names no axis in scope.
-    CollectiveError: a static `inc` below 1.
+    AxisError: `to` names no axis in scope, or an index outside its axis.
+    CollectiveError: a static `inc` below 1, or no REGULAR semaphore.
   """
+  barriers.check_semaphore("sem", sem)
   _check_count("inc", inc)
-  address = None if to is None else mesh.device_id(to)
+  if to is None:
+    address = mesh.own_device_id()
+  else:
+    address = mesh.device_id(to)
+    _reach("signal")
   pl.semaphore_signal(sem, inc, device_id=address)
 
 
@@ -219,8 +268,9 @@ def wait(sem: Any, count: Any = 1) -> None:
     count: how much, at least 1 if static; an int32 scalar may be 0.
 
   Raises:
-    CollectiveError: a static `count` below 1.
+    CollectiveError: a static `count` below 1, or no REGULAR semaphore.
   """
+  barriers.check_semaphore("sem", sem)
   _check_count("count", count)
   pl.semaphore_wait(sem, count)
 
@@ -238,11 +288,12 @@ def ring_shift(
   """Moves every worker's `src` into the `dst` of the worker `steps` ahead.
 
   Waits for the receiver to be ready, and for the arrival here. May be called
-  again with the same `dst` once this worker has finished with it.
+  again with the same `dst` once this worker has finished with it: all calls of
+  one axis and step share one link.
 
   Args:
-    src: a ref on every worker along `axis`, HBM or VMEM.
-    dst: a ref of the same shape and dtype, which nothing else writes.
+    src: a ref on every worker along `axis`, in any data memory.
+    dst: another ref of the same shape and dtype, which nothing else writes.
     axis: the ring; several axes form one ring, the last fastest, so that
       ("device", "core") passes through both cores of each device.
     steps: how far, a Python int; 0 modulo the ring copies locally.
@@ -250,26 +301,46 @@ def ring_shift(
     send_sem, recv_sem: see `put`.
 
   Raises:
-    As `put`; CollectiveError if the barrier semaphore carries another pattern.
+    As `put`; CollectiveError if the semaphore carries another pattern, or
+    `src` and `dst` are one ref.
   """
-  names = mesh.as_axes(axis, argument="axis")
-  steps = steps % mesh.num_workers(names)
-  if steps == 0:
+  route = _ring_route(axis, steps)
+  if route is None:
+    _check_exchange(src, dst)
     copy(src, dst)
     return
-  with jax.named_scope("ring_shift"):
-    # Each worker has one receiver and one sender, so one count cannot be
-    # mistaken: the receiver's next signal comes after this put has landed.
-    ready = barriers.pattern_semaphore(sem, ("ring_shift", names, steps))
-    signal(ready, to=mesh.shifted(names, -steps))
-    wait(ready)
-    put(
-      src,
-      dst,
-      to=mesh.shifted(names, steps),
-      send_sem=send_sem,
-      recv_sem=recv_sem,
-    ).wait()
+  link = _given_link(send_sem, recv_sem) or _shared_link(route.pattern)
+  _start_exchange(src, dst, route, sem, link).wait()
+
+
+def start_ring_shift(
+  src: Any,
+  dst: Any,
+  *,
+  axis: mesh.Axes,
+  steps: int = 1,
+  sem: Any = None,
+  send_sem: Any = None,
+  recv_sem: Any = None,
+) -> Copy:
+  """`ring_shift` that does not wait for the arrival, only for the receiver.
+
+  Args: as of `ring_shift`. Each call takes a link of its own.
+
+  Returns:
+    The started copy: `.wait()` for both ends, or `.wait_send()` before `src`
+    is written and `.wait_recv()` before `dst` is read.
+
+  Raises:
+    As `ring_shift`.
+  """
+  route = _ring_route(axis, steps)
+  link = _given_link(send_sem, recv_sem)
+  if route is None:
+    _check_exchange(src, dst)
+    return start_copy(src, dst, sem=recv_sem)
+  link = link or _take_link("start_ring_shift", "send_sem= and recv_sem")
+  return _start_exchange(src, dst, route, sem, link)
 
 
 def swap(
@@ -287,8 +358,8 @@ def swap(
   the arrival here.
 
   Args:
-    src: a ref on every worker, HBM or VMEM.
-    dst: where the partner's `src` lands; same shape and dtype.
+    src: a ref on every worker, in any data memory.
+    dst: where the partner's `src` lands; another ref, same shape and dtype.
     axis: an axis, or several taken as one, with an even number of workers.
     sem: see `cm.barrier`.
     send_sem, recv_sem: see `put`.
@@ -296,6 +367,63 @@ def swap(
   Raises:
     As `ring_shift`; ShapeError if the number of workers is odd.
   """
+  route = _swap_route(axis)
+  link = _given_link(send_sem, recv_sem) or _shared_link(route.pattern)
+  _start_exchange(src, dst, route, sem, link).wait()
+
+
+def start_swap(
+  src: Any,
+  dst: Any,
+  *,
+  axis: mesh.Axes = "core",
+  sem: Any = None,
+  send_sem: Any = None,
+  recv_sem: Any = None,
+) -> Copy:
+  """`swap` that does not wait for the arrival, only for the partner.
+
+  Args: as of `swap`. Each call takes a link of its own.
+
+  Returns:
+    The started copy; see `start_ring_shift`.
+
+  Raises:
+    As `swap`.
+  """
+  route = _swap_route(axis)
+  link = _given_link(send_sem, recv_sem)
+  link = link or _take_link("start_swap", "send_sem= and recv_sem")
+  return _start_exchange(src, dst, route, sem, link)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Route:
+  """Where an exchange sends to and hears from, on every worker alike."""
+
+  pattern: scope.Pattern
+  receiver: Address
+  sender: Address
+
+
+def _ring_route(axis: mesh.Axes, steps: int) -> _Route | None:
+  """The route `steps` along a ring, None if it leads back to this worker."""
+  names = mesh.as_axes(axis, argument="axis")
+  if isinstance(steps, bool) or not isinstance(steps, int):
+    raise errors.ShapeError(
+      f"steps must be a Python int, the same on every worker; got {steps!r}."
+    )
+  steps = steps % mesh.num_workers(names)
+  if steps == 0:
+    return None
+  return _Route(
+    pattern=("ring_shift", names, steps),
+    receiver=mesh.shifted(names, steps),
+    sender=mesh.shifted(names, -steps),
+  )
+
+
+def _swap_route(axis: mesh.Axes) -> _Route:
   names = mesh.as_axes(axis, argument="axis")
   workers = mesh.num_workers(names)
   if workers % 2:
@@ -304,15 +432,40 @@ def swap(
       f" number of them; got {workers}."
     )
   place = mesh.worker_index(names)
-  partner = mesh.coordinates(jax.lax.bitwise_xor(place, jnp.int32(1)), names)
-  with jax.named_scope("swap"):
-    ready = barriers.pattern_semaphore(sem, ("swap", names))
-    signal(ready, to=partner)
+  partner = mesh.coordinates(jax.lax.bitwise_xor(place, np.int32(1)), names)
+  return _Route(pattern=("swap", names), receiver=partner, sender=partner)
+
+
+def _start_exchange(
+  src: Any, dst: Any, route: _Route, sem: Any, link: scope.Link
+) -> Copy:
+  """Tells the sender that `dst` is free, and puts once the receiver's is."""
+  barriers.check_semaphore("sem", sem)
+  _check_exchange(src, dst)
+  with jax.named_scope(route.pattern[0]):
+    # Each worker has one receiver and one sender, so one count cannot be
+    # mistaken: the receiver's next signal comes after this put has landed.
+    ready = barriers.pattern_semaphore(sem, route.pattern)
+    signal(ready, to=route.sender)
     wait(ready)
-    put(src, dst, to=partner, send_sem=send_sem, recv_sem=recv_sem).wait()
+    send_sem, recv_sem = link
+    return put(
+      src, dst, to=route.receiver, send_sem=send_sem, recv_sem=recv_sem
+    )
 
 
-def _check_pair(src: Any, dst: Any) -> None:
+def _check_exchange(src: Any, dst: Any) -> None:
+  _check_pair(src, dst, is_remote=True)
+  if src is dst:
+    raise errors.CollectiveError(
+      "src and dst must be two refs: what arrives would overwrite what is"
+      " being sent. Use two buffers in turn, buffer.at[0] and buffer.at[1]."
+    )
+
+
+def _check_pair(src: Any, dst: Any, *, is_remote: bool) -> None:
+  _check_ref("src", src)
+  _check_ref("dst", dst)
   if tuple(src.shape) != tuple(dst.shape):
     raise errors.ShapeError(
       "src and dst must have one shape; got src"
@@ -323,30 +476,64 @@ def _check_pair(src: Any, dst: Any) -> None:
       f"src and dst must have one dtype; got src {src.dtype} and dst"
       f" {dst.dtype}. A DMA moves bits and converts nothing."
     )
+  spaces = _compat.memory_space(src), _compat.memory_space(dst)
+  if pltpu.SEMAPHORE in spaces:
+    raise errors.UnsupportedError(
+      "src and dst must hold data; got semaphores. See cm.signal."
+    )
+  streams = not is_remote and spaces == (pltpu.VMEM_SHARED, pltpu.SMEM)
+  if mesh.on_vector_subcore() and pltpu.SMEM in spaces and not streams:
+    raise errors.UnsupportedError(
+      f"A vector subcore has no DMA from {spaces[0] or 'HBM'} to"
+      f" {spaces[1] or 'HBM'}: it copies into its SMEM from the VMEM_SHARED"
+      " of its SparseCore only. Go through VMEM."
+    )
 
 
-def _in_shared_memory(ref: Any) -> bool:
-  return _compat.memory_space(ref) in (None, pl.ANY, pltpu.HBM)
+def _check_ref(argument: str, ref: Any) -> None:
+  if not isinstance(ref, jax.Ref) and not hasattr(ref, "transforms"):
+    raise errors.DTypeError(
+      f"{argument} must be a ref, or a part of one, ref.at[...]; got"
+      f" {type(ref).__name__}. An array that was read from a ref is a value;"
+      " write it to a VMEM scratch first."
+    )
 
 
-def _check_remote_memory(argument: str, ref: Any) -> None:
-  if _in_shared_memory(ref) or _compat.memory_space(ref) in (
-    pltpu.VMEM,
-    pltpu.VMEM_SHARED,
-  ):
-    return
-  raise errors.UnsupportedError(
-    f"{argument} of a put must be in HBM or VMEM; got a ref in"
-    f" {_compat.memory_space(ref)}. Copy it to VMEM first."
-  )
+def _is_push_stream(src: Any, dst: Any) -> bool:
+  """Whether a SparseCore copies this by a stream, not by a counted DMA."""
+  spaces = _compat.memory_space(src), _compat.memory_space(dst)
+  if spaces == (pltpu.VMEM_SHARED, pltpu.SMEM):
+    return True
+  out_of_vmem = spaces[0] == pltpu.VMEM and spaces[1] != pltpu.VMEM
+  return out_of_vmem and mesh.on_vector_subcore()
 
 
 def _check_count(argument: str, count: Any) -> None:
-  if isinstance(count, int) and count < 1:
-    raise errors.CollectiveError(f"{argument} must be at least 1; got {count}.")
+  if isinstance(count, jax.core.Tracer):
+    return
+  if isinstance(count, float) or count < 1:
+    raise errors.CollectiveError(
+      f"{argument} must be an integer of at least 1; got {count}."
+    )
 
 
-def _take_link(function: str, argument: str) -> tuple[Any, Any]:
+def _given_link(send_sem: Any, recv_sem: Any) -> scope.Link | None:
+  if (send_sem is None) != (recv_sem is None):
+    raise errors.CollectiveError(
+      "send_sem and recv_sem go together: give both or neither."
+    )
+  barriers.check_semaphore("send_sem", send_sem, kind=_DMA)
+  barriers.check_semaphore("recv_sem", recv_sem, kind=_DMA)
+  return None if send_sem is None else (send_sem, recv_sem)
+
+
+def _shared_link(pattern: scope.Pattern) -> scope.Link:
+  return _take_link(pattern[0], "send_sem= and recv_sem", pattern)
+
+
+def _take_link(
+  function: str, argument: str, pattern: scope.Pattern | None = None
+) -> scope.Link:
   current = scope.current()
   if current is None or current.copy_sem is None:
     raise errors.CollectiveError(
@@ -354,4 +541,10 @@ def _take_link(function: str, argument: str) -> tuple[Any, Any]:
       f" cm.kernel on a single mesh. Pass {argument}=, DMA semaphores from"
       " the kernel's scratch."
     )
-  return current.take_link()
+  return current.take_link(pattern)
+
+
+def _reach(helper: str) -> None:
+  current = scope.current()
+  if current is not None:
+    current.reach(helper)

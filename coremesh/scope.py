@@ -5,7 +5,7 @@ a body launched by plain `pl.kernel` there is no scope, and a helper that needs
 a semaphore must be given one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -14,48 +14,72 @@ from typing import Any
 from coremesh import errors
 
 type Pattern = tuple[Any, ...]
+type Link = tuple[Any, Any]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KernelScope:
   """One body being traced.
 
+  Its values are never changed in place, so that `dataclasses.replace` makes a
+  scope for a trial trace.
+
   Attributes:
     name: the kernel's name, for errors.
     core_axes: the axis names of the kernel's own meshes.
     copy_sem: the DMA semaphore of copies that are waited for where they start,
       which can share it; None where the kernel has several meshes.
-    links: (send, receive) pairs of DMA semaphores, for copies that were given
-      none.
-    num_taken: how many of the pairs copies have taken.
+    links: (send, receive) pairs of DMA semaphores that no copy has taken yet,
+      for copies that were given none.
+    num_links: how many pairs there were.
+    neighbour_sem: a REGULAR scratch semaphore that only `neighbour_barrier`
+      uses, or None.
     barrier_pattern: who signals whom on the kernel's barrier semaphore.
+    claims: the same for each semaphore the user gave.
+    shared_links: the link of each pattern whose copies take turns.
+    reached_by: the first helper that signals or writes another worker.
   """
 
   name: str
   core_axes: tuple[str, ...]
   copy_sem: Any = None
-  links: tuple[tuple[Any, Any], ...] = ()
-  num_taken: int = 0
+  links: Sequence[Link] = ()
+  num_links: int = 0
+  neighbour_sem: Any = None
   barrier_pattern: Pattern | None = None
-
-  def take_link(self) -> tuple[Any, Any]:
-    """A (send, receive) pair of DMA semaphores that no other copy uses."""
-    if self.num_taken == len(self.links):
-      raise errors.CollectiveError(
-        f"Kernel {self.name!r} makes more than num_links={len(self.links)}"
-        " copies without naming their semaphores. Pass"
-        f" cm.kernel(..., num_links={len(self.links) + 1}) or more, or give"
-        " the copy send_sem= and recv_sem=."
-      )
-    self.num_taken += 1
-    return self.links[self.num_taken - 1]
+  claims: tuple[tuple[Any, Pattern], ...] = ()
+  shared_links: Mapping[Pattern, Link] = dataclasses.field(default_factory=dict)
+  reached_by: str | None = None
 
   @property
-  def own_semaphores(self) -> list[Any]:
-    """The semaphores that are there for helpers, used or not."""
-    if self.copy_sem is None:
-      return []
-    return [self.copy_sem, *(sem for pair in self.links for sem in pair)]
+  def semaphores(self) -> list[Any]:
+    """Those of the kernel's own that no helper has taken for good."""
+    free = [sem for pair in self.links for sem in pair]
+    return [
+      s for s in (self.copy_sem, self.neighbour_sem, *free) if s is not None
+    ]
+
+  def take_link(self, pattern: Pattern | None = None) -> Link:
+    """A (send, receive) pair of DMA semaphores that no other copy uses.
+
+    Args:
+      pattern: of a copy that has landed here before its sender may send the
+        next one of the same pattern, so that all of them can share one link.
+    """
+    if pattern is not None and pattern in self.shared_links:
+      return self.shared_links[pattern]
+    if not self.links:
+      raise errors.CollectiveError(
+        f"Kernel {self.name!r} makes more than num_links={self.num_links}"
+        " copies without naming their semaphores. Pass"
+        f" cm.kernel(..., num_links={self.num_links + 1}) or more, or give"
+        " the copy send_sem= and recv_sem=."
+      )
+    link, *rest = self.links
+    self.links = tuple(rest)
+    if pattern is not None:
+      self.shared_links = {**self.shared_links, pattern: link}
+    return link
 
   def claim_barrier_semaphore(self, pattern: Pattern) -> None:
     """Records who signals whom; two patterns on one semaphore can be confused.
@@ -66,12 +90,50 @@ class KernelScope:
     if self.barrier_pattern not in (None, pattern):
       raise errors.CollectiveError(
         f"Kernel {self.name!r} uses its one barrier semaphore for"
-        f" {describe(self.barrier_pattern)} and for {describe(pattern)}. A"
-        " fast worker's signal for the second would be counted in the first."
-        " Open the kernel with the wider one, and give the other a semaphore"
-        " of its own: sem=, a pltpu.SemaphoreType.REGULAR scratch."
+        f" {describe(self.barrier_pattern)} and for {describe(pattern)}."
+        f" {_CONFUSED} Open the kernel with the wider one, and give the other"
+        f" a semaphore of its own: {_OWN}."
       )
     self.barrier_pattern = pattern
+
+  def claim_semaphore(self, sem: Any, pattern: Pattern) -> None:
+    """The same for a semaphore the user gave, told by being the same object.
+
+    Two parts of one array, `sems.at[i]`, are told apart only by the user.
+    """
+    for other, claimed in self.claims:
+      if other is sem and claimed != pattern:
+        raise errors.CollectiveError(
+          f"Kernel {self.name!r} uses one semaphore for {describe(claimed)}"
+          f" and for {describe(pattern)}. {_CONFUSED} Give each a semaphore of"
+          f" its own: {_OWN}."
+        )
+    self.claims = (*self.claims, (sem, pattern))
+
+  def reach(self, helper: str) -> None:
+    """Records that a helper signals or writes another worker's scratch."""
+    self.reached_by = self.reached_by or helper
+
+  def check_entry(self, *, has_barrier_semaphore: bool) -> None:
+    """Checks, once the kernel is traced, that nobody is reached too early.
+
+    Raises:
+      CollectiveError: the kernel writes or signals other workers, and cannot
+        know that they have entered it.
+    """
+    if self.reached_by and not has_barrier_semaphore:
+      raise errors.CollectiveError(
+        f"Kernel {self.name!r} reaches another worker by {self.reached_by}"
+        " without knowing that it has entered the kernel: its scratch may"
+        " still be another kernel's. Call a barrier that covers it first, on"
+        " the default semaphore: cm.core_barrier(), cm.global_barrier()."
+      )
+
+
+_CONFUSED = (
+  "A fast worker's signal for the second would be counted in the first."
+)
+_OWN = "sem=, a pltpu.SemaphoreType.REGULAR scratch"
 
 
 def describe(pattern: Pattern | None) -> str:

@@ -22,6 +22,12 @@ _OFFLINE_LIBTPU = {
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
+# The interpreter holds a CPU thread for each device and for each of its cores,
+# two at most, while they wait for one another. XLA makes as many as it has CPU
+# devices or as the machine has processors; if all are held, a barrier never
+# ends.
+_THREADS_PER_DEVICE = 4
+
 
 def tpu_is_attached() -> bool:
   """Whether this process computes on TPUs.
@@ -52,17 +58,18 @@ def simulated_devices(num_devices: int) -> list[jax.Device]:
   Raises:
     ChipError: JAX has already started with fewer devices.
   """
+  threads = _THREADS_PER_DEVICE * _local_share(num_devices)
   if not _compat.backends_started():
     _request_cpu_devices(num_devices)
-  devices = jax.devices("cpu")
+  with _at_least_processors(threads):
+    devices = jax.devices("cpu")
   if len(devices) < num_devices:
-    local = _local_share(num_devices)
     raise errors.ChipError(
       f"Simulating {num_devices} devices needs {num_devices} CPU devices, but"
       f" JAX has already started with {len(devices)}. Call"
       " chip.device_mesh(...) before anything else that uses JAX, or put"
-      f' jax.config.update("jax_num_cpu_devices", {local}) at the top of the'
-      " program."
+      f' jax.config.update("jax_num_cpu_devices", {threads}) at the top of the'
+      " program: one for each thread a simulation takes."
     )
   return devices[:num_devices]
 
@@ -83,6 +90,21 @@ def _request_cpu_devices(num_devices: int) -> None:
     return  # The user has chosen a number; JAX refuses both at once.
   if _compat.requested_cpu_devices() < local:
     jax.config.update("jax_num_cpu_devices", local)
+
+
+@contextlib.contextmanager
+def _at_least_processors(count: int) -> Iterator[None]:
+  """Lets XLA, if it starts now, take the machine for one of this size."""
+  before = os.environ.get("NPROC")
+  processors = before if before and before.isdecimal() else os.cpu_count() or 1
+  os.environ["NPROC"] = str(max(int(processors), count))
+  try:
+    yield
+  finally:
+    if before is None:
+      del os.environ["NPROC"]
+    else:
+      os.environ["NPROC"] = before
 
 
 def _local_share(num_devices: int) -> int:
