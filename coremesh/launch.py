@@ -320,7 +320,8 @@ def kernel(
       name=name,
       metadata=metadata,
     )
-  bodies = tuple(body) if isinstance(body, list | tuple) else (body,)
+  several = isinstance(body, list | tuple)
+  bodies: tuple[Any, ...] = tuple(body) if several else (body,)
   meshes = tuple(mesh) if isinstance(mesh, list | tuple) else (mesh,)
   if isinstance(compiler_params, Mapping):
     compiler_params = pltpu.CompilerParams(**compiler_params)
