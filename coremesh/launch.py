@@ -10,6 +10,7 @@ import zlib
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, errors, scope, shapes
@@ -110,6 +111,8 @@ class Kernel:
     _check_axis_names(self.name, self.cores)
     with place.tracing_context():
       out = shapes.resolve_out(self.out, avals)
+      if shapes.all_empty(out):
+        return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), out)
       call, scopes = self._pallas_call(avals, out)
       revise = functools.partial(self._revise, place=place, scopes=scopes)
       args = jax.tree.map(shapes.without_empty_axes, args)
@@ -215,6 +218,8 @@ class Kernel:
     interpret: Any = False
     if place.is_simulated:
       num_cores = next(iter(self.cores.values()))
+      if barriers:
+        places.check_waiting(self.name, num_cores)
       interpret = places.interpret_params(
         self.interpret, num_cores=num_cores, place=place
       )

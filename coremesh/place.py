@@ -20,6 +20,11 @@ _SPARSE_CORE_ON_CPU = (
   " cm.compile(fn, *args) with fn a jax.shard_map over that mesh."
 )
 
+# XLA's CPU client keeps at most 32 computations of a device in flight, and the
+# interpreter runs all cores of chips with several on the first device. A few
+# are taken by the rest of the program.
+_MAX_WAITING_CORES = 28
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -158,6 +163,34 @@ def _check_mesh(name: str, mesh: Any, chip: chips.Chip) -> None:
         if have and what == "SparseCores"
         else "."
       )
+    )
+
+
+def check_waiting(name: str, num_cores: int) -> None:
+  """Checks that the simulated cores of all devices can wait for one another.
+
+  Raises:
+    UnsupportedError: JAX's CPU runtime has too few threads, so that a barrier
+      would never end.
+  """
+  if num_cores == 1:
+    return  # The devices' own threads do.
+  devices = max(1, jax.sharding.get_abstract_mesh().size)
+  have = topology.num_simulation_threads()
+  if devices * (num_cores + 1) >= have:
+    raise errors.UnsupportedError(
+      f"Kernel {name!r} makes {devices * num_cores} simulated cores wait for"
+      f" one another, but JAX has started with too few CPU threads ({have}),"
+      " so that they would wait for ever. Call chip.device_mesh(...) before"
+      " anything else that uses JAX, or set the environment variable"
+      f" NPROC={topology.PROCESSORS_PER_DEVICE * devices} before JAX starts."
+    )
+  if devices * num_cores > _MAX_WAITING_CORES:
+    raise errors.UnsupportedError(
+      f"Kernel {name!r} makes {devices * num_cores} simulated cores wait for"
+      f" one another; JAX's CPU runtime runs {_MAX_WAITING_CORES} at once, so"
+      " that they would wait for ever. Simulate fewer devices, or compile for"
+      ' all of them: chip.device_mesh(..., on="compiler").'
     )
 
 

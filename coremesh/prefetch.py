@@ -59,8 +59,7 @@ def in_smem(
   if not tables:
     use(())
     return
-  shapes = [tuple(max(n, 1) for n in t.shape) for t in tables]
-  pl.run_scoped(copied, *(pltpu.SMEM(s, jnp.int32) for s in shapes))
+  pl.run_scoped(copied, *(pltpu.SMEM(t.shape, jnp.int32) for t in tables))
 
 
 def bound(operand: Operand, smem_tables: Sequence[Any]) -> Operand:

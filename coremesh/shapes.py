@@ -231,6 +231,12 @@ def type_without_empty_axes(leaf: Any) -> Any:
   return leaf.update(shape=tuple(max(n, 1) for n in leaf.shape))
 
 
+def all_empty(out: Any) -> bool:
+  """Whether a kernel has outputs and not one element of them to write."""
+  leaves = jax.tree.leaves(out)
+  return bool(leaves) and all(0 in getattr(t, "shape", ()) for t in leaves)
+
+
 def without_empty_axes(array: Any) -> Any:
   """The array that goes in for `array`; see `type_without_empty_axes`."""
   shape = jnp.shape(array)
@@ -243,7 +249,7 @@ def with_empty_axes(result: Any, leaf: Any) -> Any:
   """The empty part of a result that its declared type says is empty."""
   if 0 not in getattr(leaf, "shape", ()):
     return result
-  return result[tuple(slice(0, n) for n in leaf.shape)]
+  return jax.lax.full_like(result, 0, shape=leaf.shape)
 
 
 def as_empty_ref(leaf: Any, ref: Any) -> Any:

@@ -22,11 +22,11 @@ _OFFLINE_LIBTPU = {
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-# The interpreter holds a CPU thread for each device and for each of its cores,
-# two at most, while they wait for one another. XLA makes as many as it has CPU
-# devices or as the machine has processors; if all are held, a barrier never
-# ends.
-_THREADS_PER_DEVICE = 4
+# While the cores of a simulation wait for one another, each holds a CPU thread,
+# and so does each device that has several. XLA makes threads for as many
+# processors as the machine has; it is told of more, and this is how many.
+PROCESSORS_PER_DEVICE = 4
+_PROCESSORS_TOLD: list[int] = []
 
 
 def tpu_is_attached() -> bool:
@@ -58,18 +58,18 @@ def simulated_devices(num_devices: int) -> list[jax.Device]:
   Raises:
     ChipError: JAX has already started with fewer devices.
   """
-  threads = _THREADS_PER_DEVICE * _local_share(num_devices)
+  processors = PROCESSORS_PER_DEVICE * _local_share(num_devices)
   if not _compat.backends_started():
     _request_cpu_devices(num_devices)
-  with _at_least_processors(threads):
-    devices = jax.devices("cpu")
+    _start_with_processors(processors)
+  devices = jax.devices("cpu")
   if len(devices) < num_devices:
     raise errors.ChipError(
       f"Simulating {num_devices} devices needs {num_devices} CPU devices, but"
       f" JAX has already started with {len(devices)}. Call"
       " chip.device_mesh(...) before anything else that uses JAX, or put"
-      f' jax.config.update("jax_num_cpu_devices", {threads}) at the top of the'
-      " program: one for each thread a simulation takes."
+      f' jax.config.update("jax_num_cpu_devices", {processors}) at the top of'
+      " the program (so many, because each brings threads)."
     )
   return devices[:num_devices]
 
@@ -92,19 +92,34 @@ def _request_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", local)
 
 
-@contextlib.contextmanager
-def _at_least_processors(count: int) -> Iterator[None]:
-  """Lets XLA, if it starts now, take the machine for one of this size."""
+def _start_with_processors(count: int) -> None:
+  """Starts JAX, and lets XLA take the machine for at least of this size."""
   before = os.environ.get("NPROC")
-  processors = before if before and before.isdecimal() else os.cpu_count() or 1
-  os.environ["NPROC"] = str(max(int(processors), count))
+  _PROCESSORS_TOLD.append(max(_num_processors(), count))
+  os.environ["NPROC"] = str(_PROCESSORS_TOLD[-1])
   try:
-    yield
+    jax.devices("cpu")
   finally:
     if before is None:
       del os.environ["NPROC"]
     else:
       os.environ["NPROC"] = before
+
+
+def _num_processors() -> int:
+  """Processors XLA sees: those this process may use, or what NPROC says."""
+  told = os.environ.get("NPROC", "")
+  return int(told) if told.isdecimal() else len(os.sched_getaffinity(0))
+
+
+def num_simulation_threads() -> int:
+  """CPU threads in which this process's simulated cores can wait.
+
+  XLA runs computations in one pool and calls back to Python in another; each
+  has a thread for each processor, and for each CPU device if those are more.
+  """
+  processors = max(_PROCESSORS_TOLD, default=_num_processors())
+  return 2 * max(processors, jax.local_device_count("cpu"))
 
 
 def _local_share(num_devices: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import _compat
+from coremesh import _compat, topology
 from coremesh.errors import (
   AxisError,
   ChipError,
@@ -665,6 +665,22 @@ def test_libtpu_takes_the_largest_id():
   assert _compile(_double(collective_id=2**31 - 1), _X).code_bytes
 
 
+@pytest.mark.parametrize("num_links", [0, 1, 5])
+def test_a_kernel_has_the_number_of_links_asked_for(num_links):
+  def make(num_puts):
+    def body(x_hbm, o_hbm, mine, theirs):
+      cm.core_barrier()
+      for _ in range(num_puts):
+        cm.put(mine, theirs, to={"core": cm.next_core()}).wait()
+
+    slabs = [cm.vmem_slab(0)] * 2
+    return _double(body, scratch=slabs, num_links=num_links)
+
+  assert _launches(make(num_links), _X)
+  with pytest.raises(CollectiveError, match=f"more than num_links={num_links}"):
+    _launches(make(num_links + 1), _X)
+
+
 @pytest.mark.parametrize("num_links", [-1, 1.5, True, None])
 def test_rejects_a_number_of_links_that_is_none(num_links):
   with pytest.raises(CollectiveError, match="num_links must be an int of at"):
@@ -1206,6 +1222,13 @@ def test_a_simulation_passes_a_kernel_without_races():
   fn = _simulated(_double())
   with cm.simulation():
     np.testing.assert_array_equal(fn(_array()), _array() + _array())
+
+
+def test_a_barrier_that_could_not_end_is_refused(monkeypatch):
+  monkeypatch.setattr(topology, "num_simulation_threads", lambda: 12)
+  with pytest.raises(UnsupportedError, match="they would wait for ever"):
+    _simulated(_double())(_array())
+  np.testing.assert_array_equal(_simulated(_copying())(_array()), _array())
 
 
 def _reads_too_early(x_hbm, o_hbm, buffer, sem):

@@ -211,6 +211,75 @@ def test_rejects_sparse_cores_on_a_cpu_and_says_the_way_out(kind):
   place.check("k", meshes, _place("v5p"))
 
 
+# --- threads ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("devices", "cores", "threads", "is_enough"),
+  [
+    # The two pools that XLA makes, and whether a barrier over all ended.
+    (2, 2, 2 * 2, False),
+    (2, 2, 2 * 3, False),
+    (4, 2, 2 * 6, False),
+    (4, 2, 2 * 7, True),
+    (8, 2, 2 * 12, False),
+    (8, 2, 2 * 13, True),
+    (4, 1, 2 * 4, True),
+    (16, 1, 2 * 16, True),
+  ],
+)
+def test_cores_wait_only_where_each_has_a_thread(
+  devices, cores, threads, is_enough, monkeypatch
+):
+  monkeypatch.setattr(topology, "num_simulation_threads", lambda: threads)
+  with _within(_device("cpu", "cpu"), devices):
+    if is_enough:
+      place.check_waiting("k", cores)
+      return
+    message = (
+      rf"'k' makes {devices * cores} simulated cores wait.*too few CPU threads"
+      rf" \({threads}\).*chip\.device_mesh.*NPROC={4 * devices} before"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+      place.check_waiting("k", cores)
+
+
+def test_a_kernel_on_one_device_waits_as_well(monkeypatch):
+  monkeypatch.setattr(topology, "num_simulation_threads", lambda: 3)
+  with pytest.raises(UnsupportedError, match="makes 2 simulated cores wait"):
+    place.check_waiting("k", 2)
+
+
+@pytest.mark.parametrize(
+  ("devices", "cores", "is_few"), [(14, 2, True), (15, 2, False), (32, 1, True)]
+)
+def test_refuses_more_waiting_cores_than_jax_runs_at_once(
+  devices, cores, is_few, monkeypatch
+):
+  monkeypatch.setattr(topology, "num_simulation_threads", lambda: 1000)
+  with _within(_device("cpu", "cpu"), devices):
+    if is_few:
+      place.check_waiting("k", cores)
+      return
+    with pytest.raises(UnsupportedError, match='28 at once.*on="compiler"'):
+      place.check_waiting("k", cores)
+
+
+@pytest.mark.parametrize(
+  ("nproc", "told", "threads"),
+  [(None, [], 16), ("3", [], 16), ("20", [], 40), (None, [12], 24)],
+)
+def test_xla_has_threads_for_processors_and_for_devices(
+  nproc, told, threads, monkeypatch
+):
+  monkeypatch.delenv("NPROC", raising=False)
+  if nproc:
+    monkeypatch.setenv("NPROC", nproc)
+  monkeypatch.setattr(topology, "_PROCESSORS_TOLD", told)
+  monkeypatch.setattr(topology.os, "sched_getaffinity", lambda _: {0, 1})
+  assert topology.num_simulation_threads() == threads  # eight CPU devices
+
+
 # --- interpreter -----------------------------------------------------------
 
 

@@ -580,14 +580,19 @@ def test_a_put_waits_for_both_ends_or_for_one():
 
 def test_copies_fences_and_signals_leave_their_trace():
   start, wait = "dma_start", "dma_wait"
-  traced = lambda move: _traced_sync(
-    lambda mine, theirs, sem: move(mine, theirs, sem), scratch=dict(sem=_SEM)
-  )
-  assert traced(lambda a, b, _: cm.copy(a, b)) == [start, wait]
-  assert traced(lambda a, b, _: cm.start_copy(a, b)) == [start]
-  assert traced(lambda a, b, _: cm.fence(cm.start_copy(a, b))) == [start, wait]
-  assert traced(lambda a, b, sem: cm.signal(sem)) == ["semaphore_signal"]
-  assert traced(lambda a, b, sem: cm.wait(sem)) == ["semaphore_wait"]
+  traced = functools.partial(_traced_sync, scratch=dict(sem=_SEM))
+  copied = lambda mine, theirs, sem: cm.copy(mine, theirs)
+  assert traced(copied) == [start, wait]
+  started = lambda mine, theirs, sem: cm.start_copy(mine, theirs)
+  assert traced(started) == [start]
+  fenced = lambda **refs: cm.fence(started(**refs), started(**refs))
+  assert traced(fenced) == [start, start, wait, wait]
+  signalled = lambda mine, theirs, sem: cm.signal(sem)
+  assert traced(signalled) == ["semaphore_signal"]
+  waited = lambda mine, theirs, sem: cm.wait(sem)
+  assert traced(waited) == ["semaphore_wait"]
+  arrived = lambda mine, theirs, dma: cm.wait_arrival(theirs, dma)
+  assert _traced_sync(arrived, scratch=dict(dma=_DMA)) == [wait]
 
 
 def test_a_scope_knows_whether_its_kernel_reaches_others():

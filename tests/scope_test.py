@@ -18,9 +18,8 @@ _LINKS = (("send 0", "receive 0"), ("send 1", "receive 1"))
 
 
 def _scope(**kwargs):
-  return scope.KernelScope(
-    name="k", core_axes=("core",), links=list(_LINKS), num_links=2, **kwargs
-  )
+  values = dict(name="k", core_axes=("core",), links=_LINKS, num_links=2)
+  return scope.KernelScope(**values | kwargs)
 
 
 # --- the current scope -----------------------------------------------------
@@ -83,6 +82,15 @@ def test_a_link_too_many_says_how_many_are_needed(pattern):
     "send_sem= and recv_sem=",
   ):
     assert words in str(caught.value)
+
+
+def test_what_no_helper_has_taken_can_be_left_out():
+  here = _scope(copy_sem="copy", neighbour_sem="neighbour")
+  assert here.semaphores == ["copy", "neighbour", *_LINKS[0], *_LINKS[1]]
+  here.take_link(_RING)
+  here.take_link(_RING)
+  assert here.semaphores == ["copy", "neighbour", *_LINKS[1]]
+  assert _scope(links=()).semaphores == []
 
 
 # --- one pattern a semaphore -----------------------------------------------

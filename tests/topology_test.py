@@ -98,11 +98,13 @@ def test_a_compile_only_mesh_restores_the_environment():
     import jax
     from jax._src import xla_bridge
 
-    before = dict(os.environ), dict(jax.config.values)
+    before, config = dict(os.environ), dict(jax.config.values)
     import coremesh as cm
     for name in ("v5p:2x2x1", "v6e:3x3", "tpu7x"):
       assert cm.chip(name).device_mesh(on="compiler").size
-    assert (dict(os.environ), dict(jax.config.values)) == before
+    assert dict(os.environ) == before
+    # JAX is not to look for the TPU that is not there.
+    assert dict(jax.config.values) == config | dict(jax_platforms="cpu")
     assert not xla_bridge.backends_are_initialized()
   """)
 
@@ -199,22 +201,67 @@ _STARTED = """
   import jax
   jax.numpy.zeros(3)  # JAX starts here.
   import coremesh as cm
+  import numpy as np
+  from jax.sharding import PartitionSpec as P
+
+  def body(x_hbm, o_hbm):
+    cm.global_barrier()
+    pl.when(jax.lax.axis_index("core") == 0)(lambda: cm.copy(x_hbm, o_hbm))
+
+  from jax.experimental import pallas as pl
+  chip = cm.chip("v5p:2x2x2")
   try:
-    print(cm.chip("v5p:2x2x2").device_mesh(on="simulator").size)
-  except cm.ChipError as error:
+    mesh = chip.device_mesh(on="simulator")
+    kernel = cm.kernel(body, mesh=chip.tensor_cores(), out=cm.like(0))
+    spec = P("device")
+    fn = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec)
+    print(int(jax.jit(fn)(np.ones((8,), np.float32)).sum()))
+  except (cm.ChipError, cm.UnsupportedError) as error:
     print(error)
 """
 
 
 def test_the_remedies_for_too_few_cpu_devices_work():
-  error = _run(_STARTED, JAX_PLATFORMS="cpu")
+  # On two processors, where a pool of threads is as small as it gets.
+  error = _run(_STARTED, JAX_PLATFORMS="cpu", NPROC="2")
   assert "needs 8 CPU devices, but JAX has already started with 1." in error
   [remedy] = re.findall(r"put (jax\.config\.update\(.*\)) at the top", error)
   program = _STARTED.replace("import jax\n", f"import jax; {remedy}\n", 1)
-  assert _run(program, JAX_PLATFORMS="cpu") == "8"
-  assert "or" in error and "Call chip.device_mesh(...) before" in error
+  assert _run(program, JAX_PLATFORMS="cpu", NPROC="2") == "8"
+  assert "or put" in error and "Call chip.device_mesh(...) before" in error
   program = _STARTED.replace("jax.numpy.zeros(3)", "", 1)
-  assert _run(program, JAX_PLATFORMS="cpu") == "8"
+  assert _run(program, JAX_PLATFORMS="cpu", NPROC="2") == "8"
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("num_devices", ["8", "9"])
+def test_a_barrier_on_all_devices_ends_or_is_refused(num_devices, started):
+  # With the threads of two processors and eight devices it would never end.
+  program = _STARTED
+  if not started:
+    program = program.replace("jax.numpy.zeros(3)", "", 1)
+  told = dict(JAX_NUM_CPU_DEVICES=num_devices, JAX_PLATFORMS="cpu", NPROC="2")
+  found = _run(program, **told)
+  if not started:
+    assert found == "8"
+    return
+  assert "makes 16 simulated cores wait for one another" in found
+  [remedy] = re.findall(r"environment variable NPROC=(\d+)", found)
+  assert _run(program, **told | dict(NPROC=remedy)) == "8"
+
+
+def test_starting_jax_restores_the_environment():
+  program = """
+    import os
+    import coremesh as cm
+    before = dict(os.environ)
+    cm.chip("v5p:2x2x2").device_mesh(on="simulator")
+    from jax._src import xla_bridge
+    assert xla_bridge.backends_are_initialized()
+    assert os.environ.get("NPROC") == before.get("NPROC")
+  """
+  _run(program)
+  _run(program, NPROC="3")
 
 
 def test_too_few_devices_by_a_flag_is_an_error():
