@@ -1,9 +1,9 @@
 """In what order a pipeline visits the blocks of a ref, and what that forbids.
 
 A pipeline walks its grid in row-major order, the last axis fastest, and keeps
-a block in VMEM only while consecutive steps ask for the same one. Index maps
-are functions of integers, so what that forbids is found by walking the grid
-while the kernel is traced.
+a block in VMEM only while consecutive steps ask for the same one. What that
+forbids follows, while the kernel is traced, from the index map: at once if it
+only picks grid indices, else by walking the grid.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,8 @@ import numpy as np
 from coremesh import _compat, errors
 from coremesh.blocks import Grid, Index, Operand, parts, tiles
 
-# Of a larger grid only steps near its corners are walked: each costs time at
-# every trace of the kernel.
-_MAX_STEPS = 36
+# Of a larger grid only steps near its corners are walked.
+_MAX_STEPS = 4096
 # How much of a grid axis is walked whose size is known at run time only.
 _RUN_TIME_STEPS = 4
 
@@ -65,11 +64,14 @@ class Visits:
 
 
 def walk(operand: Operand, grid: Grid) -> Visits:
-  """Evaluates an operand's index map over the grid.
+  """How an operand's index map visits its blocks over the grid.
 
   Raises:
     PipelineError: a block outside the array.
   """
+  picked = _picked_axes(operand, grid)
+  if picked is not None:
+    return _picking(operand, grid, picked)
   points = list(_points(grid))
   counts = operand.num_indices
   indices: list[Index] = []
@@ -91,17 +93,72 @@ def walk(operand: Operand, grid: Grid) -> Visits:
       kept.update(changed)
       if index != previous and revisited is None:
         revisited = changed[0]
-        example = f", such as block {index} at grid points {before} and {point}"
+        example = _example(index, before, point)
     last_seen[index] = point
     previous = index
+  is_whole = all(map(_is_static, grid)) and len(points) == math.prod(grid)
   return Visits(
     operand=operand,
     kept=frozenset(kept),
     revisited=revisited,
     example=example,
     is_known=True,
-    is_aligned=not (kept and kept & _used_axes(operand, grid)),
+    is_aligned=is_whole and not kept & _used_axes(operand, grid),
   )
+
+
+class _Opaque:
+  """A grid index that can be passed on, and not computed with."""
+
+  def _refuse(self, *_: Any) -> Any:
+    raise TypeError("opaque")
+
+  __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = _refuse
+  __bool__ = __index__ = __int__ = __hash__ = _refuse
+
+
+def _picked_axes(operand: Operand, grid: Grid) -> frozenset[int] | None:
+  """The grid axes an index map picks, None if it does anything else."""
+  steps = [_Opaque() for _ in grid]
+  try:
+    index = operand.index_at(steps)
+  except Exception:  # It computes; if it is at fault, walking says how.
+    return None
+  picked: set[int] = set()
+  for part in index:
+    axes = [a for a, step in enumerate(steps) if step is part]
+    if not axes and type(part) is not int:
+      return None
+    picked.update(axes)
+  return frozenset(picked)
+
+
+def _picking(operand: Operand, grid: Grid, picked: frozenset[int]) -> Visits:
+  """What follows from the grid axes that an index map picks."""
+  first = tuple(0 for _ in grid)
+  last = tuple(n - 1 if _is_static(n) and n else 0 for n in grid)
+  for point in (first, last):
+    if _is_surely_in(point, grid):
+      _check_range(operand, point, operand.index_at(point))
+  axes = [a for a, n in enumerate(grid) if not (_is_static(n) and n == 1)]
+  kept = [a for a in axes if a not in picked]
+  left = [a for a in kept if any(b in picked for b in axes if b > a)]
+  example = ""
+  if left:
+    again = tuple(int(a == left[0]) for a in range(len(grid)))
+    example = _example(operand.index_at(first), first, again)
+  return Visits(
+    operand=operand,
+    kept=frozenset(kept),
+    revisited=min(left, default=None),
+    example=example,
+    is_known=True,
+    is_aligned=True,
+  )
+
+
+def _example(index: Any, before: Point, after: Point) -> str:
+  return f", such as block {tuple(index)} at grid points {before} and {after}"
 
 
 def check_output(seen: Visits, parallel: Sequence[int]) -> None:
