@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import re
 from typing import Any
 import weakref
 
@@ -206,7 +207,7 @@ def aliased_kernel(
 
   def call(*args):
     num_inputs = len(jax.tree.leaves(args))
-    empties = [_empty(t) for t in leaves]
+    empties = [varying_as(t, jax.lax.empty(t.shape, t.dtype)) for t in leaves]
 
     def on_refs(*refs, **named_refs):
       inputs, outputs = refs[: len(args)], refs[len(args) :][: len(leaves)]
@@ -227,8 +228,8 @@ def aliased_kernel(
   return call
 
 
-def _empty(type_: Any) -> jax.Array:
-  array = jax.lax.empty(type_.shape, type_.dtype)
+def varying_as(type_: Any, array: jax.Array) -> jax.Array:
+  """`array`, as one that varies over the device axes that `type_` names."""
   varying = tuple(type_.manual_axis_type.varying)
   is_checked = varying and _config._check_vma.value
   return jax.lax.pcast(array, varying, to="varying") if is_checked else array
@@ -242,15 +243,19 @@ def walk(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
       yield from walk(inner)
 
 
-def uses_barrier_semaphore(jaxpr: jex_core.Jaxpr) -> bool:
-  """Whether a kernel's program asks for the barrier semaphore."""
+def count_barrier_semaphores(jaxpr: jex_core.Jaxpr) -> int:
+  """How often a kernel's program asks for the barrier semaphore."""
+  count = 0
   for eqn in jaxpr.eqns:
-    if eqn.primitive is _mosaic_primitives.get_barrier_semaphore_p:
-      return True
-    # Most of a program is arithmetic, which has no effects and no barriers.
-    if eqn.effects and any(map(uses_barrier_semaphore, inner_jaxprs(eqn))):
-      return True
-  return False
+    count += eqn.primitive is _mosaic_primitives.get_barrier_semaphore_p
+    if eqn.effects:  # Most of a program is arithmetic, which has none.
+      count += sum(map(count_barrier_semaphores, inner_jaxprs(eqn)))
+  return count
+
+
+def stable_text(jaxpr: jex_core.Jaxpr) -> str:
+  """A program as text that is the same on every process."""
+  return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:

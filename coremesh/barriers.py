@@ -258,14 +258,22 @@ def _signal(sem, to) -> None:
 def pattern_semaphore(sem: Any, pattern: scope.Pattern) -> Any:
   """`sem`, or the barrier semaphore, once known to be free for the pattern."""
   current = scope.current()
-  if sem is None or sem.dtype == _BARRIER.dtype:
+  kind, axes, *_ = pattern
+  if sem is None or is_barrier_semaphore(sem):
     if current is not None:
       current.claim_barrier_semaphore(pattern)
+      current.num_barriers += sem is None
+      current.meet(axes)
     return pltpu.get_barrier_semaphore() if sem is None else sem
   if current is not None:
     current.claim_semaphore(sem, pattern)
-    current.reach(pattern[0])
+    current.reach(kind, axes)
   return sem
+
+
+def is_barrier_semaphore(sem: Any) -> bool:
+  """Whether this one may be signalled before its owner enters the kernel."""
+  return sem.dtype == _BARRIER.dtype
 
 
 def check_semaphore(

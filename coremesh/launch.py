@@ -111,14 +111,19 @@ class Kernel:
     _check_axis_names(self.name, self.cores)
     with place.tracing_context():
       out = shapes.resolve_out(self.out, avals)
-      if shapes.all_empty(out):
-        return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), out)
+      if shapes.all_empty(out) and not self._has_other_effects(avals):
+        return jax.tree.map(functools.partial(_zeros, avals=avals), out)
       call, scopes = self._pallas_call(avals, out)
       revise = functools.partial(self._revise, place=place, scopes=scopes)
       args = jax.tree.map(shapes.without_empty_axes, args)
       with _explained(self), _compat.revising_launches(revise):
         results = call(*args)
     return jax.tree.map(shapes.with_empty_axes, results, out)
+
+  def _has_other_effects(self, avals) -> bool:
+    """Whether it does more than write its outputs."""
+    has_refs = any(map(_compat.is_ref_type, jax.tree.leaves(avals)))
+    return has_refs or self.compiler_params.has_side_effects
 
   def _pallas_call(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
     """The Pallas call to trace, and the scopes its bodies will fill."""
@@ -211,10 +216,17 @@ class Kernel:
     jaxprs = tuple(
       _compat.without_idle_inputs(jaxpr, own) for jaxpr in params["jaxprs"]
     )
-    barriers = any(map(_compat.uses_barrier_semaphore, jaxprs))
-    for here in scopes:
-      here.check_entry(has_barrier_semaphore=barriers)
-    collective_id = self._chosen_collective_id(scopes) if barriers else None
+    counts = list(map(_compat.count_barrier_semaphores, jaxprs))
+    own_signals = []
+    for here, count, jaxpr in zip(scopes, counts, jaxprs, strict=True):
+      has_own_barriers = count > here.num_barriers
+      here.check_end(has_own_barriers=has_own_barriers)
+      if has_own_barriers:
+        own_signals.append(_compat.stable_text(jaxpr))
+    barriers, collective_id = any(counts), None
+    if barriers:
+      patterns = [*(s.barrier_pattern for s in scopes), *own_signals]
+      collective_id = self._chosen_collective_id(patterns)
     interpret: Any = False
     if place.is_simulated:
       num_cores = next(iter(self.cores.values()))
@@ -233,12 +245,9 @@ class Kernel:
       interpret=interpret,
     )
 
-  def _chosen_collective_id(self, scopes) -> int:
+  def _chosen_collective_id(self, patterns) -> int:
     if self.explicit_collective_id is not None:
       return self.explicit_collective_id
-    patterns = [s.barrier_pattern for s in scopes]
-    if not all(patterns):  # Signals that the body gives by itself.
-      patterns.append(("own", self.name, _source(self.bodies)))
     return automatic_collective_id(self.meshes, patterns)
 
 
@@ -348,7 +357,7 @@ def kernel(
 
 
 def automatic_collective_id(
-  meshes: Sequence[Any], patterns: Sequence[scope.Pattern | None]
+  meshes: Sequence[Any], patterns: Sequence[scope.Pattern | str | None]
 ) -> int:
   """The collective id of a kernel, from what makes sharing one safe.
 
@@ -460,18 +469,13 @@ def _varying_like(leaf: Any, *, avals: Any) -> Any:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, manual_axis_type=joint)
 
 
+def _zeros(leaf: Any, *, avals: Any) -> jax.Array:
+  type_ = _varying_like(leaf, avals=avals)
+  return _compat.varying_as(type_, jnp.zeros(type_.shape, type_.dtype))
+
+
 def _body_name(bodies: Sequence[Callable[..., None]]) -> str:
   body = bodies[0]
   while isinstance(body, functools.partial):
     body = body.func
   return getattr(body, "__name__", type(body).__name__)
-
-
-def _source(bodies: Sequence[Callable[..., None]]) -> tuple[str, ...]:
-  """Names that tell one body from another on every process."""
-  names = []
-  for body in bodies:
-    while isinstance(body, functools.partial):
-      body = body.func
-    names.append(f"{body.__module__}.{getattr(body, '__qualname__', '')}")
-  return tuple(names)

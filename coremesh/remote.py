@@ -26,22 +26,40 @@ _DMA = pltpu.SemaphoreType.DMA
 _HBM = (None, pl.ANY, pltpu.HBM)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Copy:
   """A copy that has started: wait for it before touching either end.
 
-  Each end may be waited for once.
+  Each end may be waited for once. A kernel that ends without having waited for
+  the source is refused.
 
   Attributes:
     descriptor: the Pallas copy descriptor.
     is_remote: whether the destination is on another worker.
+    made_by: the function that started it, for errors.
+    source_is_free: whether the source has been waited for.
+    has_arrived: whether the destination has been waited for.
   """
 
   descriptor: Any
   is_remote: bool
+  made_by: str
+  source_is_free: bool = False
+  has_arrived: bool = False
+
+  def __post_init__(self):
+    current = scope.current()
+    if current is not None:
+      current.copies = (*current.copies, self)
 
   def wait_send(self) -> None:
-    """Waits until the source has been read and may be overwritten."""
+    """Waits until the source has been read and may be overwritten.
+
+    Raises:
+      CollectiveError: it has been waited for already.
+    """
+    self._check_first(self.source_is_free)
+    self.source_is_free = True
     if self.is_remote:
       self.descriptor.wait_send()
     else:
@@ -54,17 +72,28 @@ class Copy:
     destination this worker is.
 
     Raises:
-      CollectiveError: a local copy.
+      CollectiveError: a local copy, or it has been waited for already.
     """
     if not self.is_remote:
       raise errors.CollectiveError(
         "wait_recv is for a remote copy; a local copy has one end: wait()."
       )
+    self._check_first(self.has_arrived)
+    self.has_arrived = True
     self.descriptor.wait_recv()
 
   def wait(self) -> None:
     """Waits for both ends."""
-    self.descriptor.wait()
+    self.wait_send()
+    if self.is_remote:
+      self.wait_recv()
+
+  def _check_first(self, done: bool) -> None:
+    if done:
+      raise errors.CollectiveError(
+        f"The copy that {self.made_by} started is waited for twice: its"
+        " semaphore counts one arrival, and the second wait would never end."
+      )
 
 
 class _Nothing:
@@ -119,14 +148,14 @@ def start_copy(src: Any, dst: Any, *, sem: Any = None) -> Copy:
   _check_pair(src, dst, is_remote=False)
   barriers.check_semaphore("sem", sem, kind=_DMA)
   if _is_empty(src):
-    return Copy(descriptor=_Nothing(), is_remote=False)
+    return Copy(descriptor=_Nothing(), is_remote=False, made_by="start_copy")
   if _is_push_stream(src, dst):
     sem = None
   elif sem is None:
     _, sem = _take_link("start_copy", "sem")
   descriptor = pltpu.make_async_copy(src, dst, sem)
   descriptor.start()
-  return Copy(descriptor=descriptor, is_remote=False)
+  return Copy(descriptor=descriptor, is_remote=False, made_by="start_copy")
 
 
 def put(
@@ -168,19 +197,19 @@ def put(
   address = mesh.device_id(to)
   if mesh.num_workers(tuple(to)) == 1:
     raise errors.CollectiveError(
-      f"to={dict(to)} can only be this worker: the axes {list(to)} have one"
-      " worker. Use cm.copy, or a chip with more cores."
+      f"to names {list(to)}, along which there is one worker: the receiver"
+      " would be the sender. Use cm.copy, or a chip with more cores."
     )
   link = _given_link(send_sem, recv_sem)
   send_sem, recv_sem = link or _take_link("put", "send_sem= and recv_sem")
-  _reach("put")
+  _reach("put", to)
   if _is_empty(src):
-    return Copy(descriptor=_Nothing(), is_remote=True)
+    return Copy(descriptor=_Nothing(), is_remote=True, made_by="put")
   descriptor = pltpu.make_async_remote_copy(
     src, dst, send_sem, recv_sem, device_id=address
   )
   descriptor.start()
-  return Copy(descriptor=descriptor, is_remote=True)
+  return Copy(descriptor=descriptor, is_remote=True, made_by="put")
 
 
 def get(src: Any, dst: Any, *, source: Address) -> None:
@@ -256,7 +285,8 @@ def signal(sem: Any, *, to: Address | None = None, inc: Any = 1) -> None:
     address = mesh.own_device_id()
   else:
     address = mesh.device_id(to)
-    _reach("signal")
+    if not barriers.is_barrier_semaphore(sem):
+      _reach("signal", to)
   pl.semaphore_signal(sem, inc, device_id=address)
 
 
@@ -544,7 +574,7 @@ def _take_link(
   return current.take_link(pattern)
 
 
-def _reach(helper: str) -> None:
+def _reach(helper: str, to: Address) -> None:
   current = scope.current()
   if current is not None:
-    current.reach(helper)
+    current.reach(helper, mesh.with_several(tuple(to)))

@@ -37,7 +37,10 @@ class KernelScope:
     barrier_pattern: who signals whom on the kernel's barrier semaphore.
     claims: the same for each semaphore the user gave.
     shared_links: the link of each pattern whose copies take turns.
-    reached_by: the first helper that signals or writes another worker.
+    num_barriers: how often a helper has asked for the barrier semaphore.
+    met_axes: the axes along which the workers are known to be in the kernel.
+    too_early: the first helper that reaches along another axis.
+    copies: what `cm.put` and `cm.start_copy` have started.
   """
 
   name: str
@@ -49,7 +52,10 @@ class KernelScope:
   barrier_pattern: Pattern | None = None
   claims: tuple[tuple[Any, Pattern], ...] = ()
   shared_links: Mapping[Pattern, Link] = dataclasses.field(default_factory=dict)
-  reached_by: str | None = None
+  num_barriers: int = 0
+  met_axes: frozenset[str] = frozenset()
+  too_early: str | None = None
+  copies: tuple[Any, ...] = ()
 
   @property
   def semaphores(self) -> list[Any]:
@@ -110,23 +116,42 @@ class KernelScope:
         )
     self.claims = (*self.claims, (sem, pattern))
 
-  def reach(self, helper: str) -> None:
-    """Records that a helper signals or writes another worker's scratch."""
-    self.reached_by = self.reached_by or helper
+  def meet(self, axes: Sequence[str]) -> None:
+    """Records that the workers along `axes` have entered the kernel."""
+    self.met_axes |= frozenset(axes)
 
-  def check_entry(self, *, has_barrier_semaphore: bool) -> None:
-    """Checks, once the kernel is traced, that nobody is reached too early.
+  def reach(self, helper: str, axes: Sequence[str]) -> None:
+    """Records that a helper signals or writes workers along `axes`."""
+    unmet = [a for a in axes if a not in self.met_axes]
+    if unmet and self.too_early is None:
+      self.too_early = f"{helper} along {unmet}"
+
+  def check_end(self, *, has_own_barriers: bool) -> None:
+    """Checks a body that has been traced to its end.
+
+    Args:
+      has_own_barriers: whether it signals by the barrier semaphore by itself,
+        and nobody can say whom it has met.
 
     Raises:
-      CollectiveError: the kernel writes or signals other workers, and cannot
-        know that they have entered it.
+      CollectiveError: it writes or signals workers that may not have entered
+        the kernel, or leaves a copy that it has not waited for.
     """
-    if self.reached_by and not has_barrier_semaphore:
+    if self.too_early and not has_own_barriers:
       raise errors.CollectiveError(
-        f"Kernel {self.name!r} reaches another worker by {self.reached_by}"
-        " without knowing that it has entered the kernel: its scratch may"
-        " still be another kernel's. Call a barrier that covers it first, on"
-        " the default semaphore: cm.core_barrier(), cm.global_barrier()."
+        f"Kernel {self.name!r} reaches other workers by {self.too_early}"
+        " without knowing that they have entered the kernel: their scratch may"
+        " still be another kernel's. Call a barrier over those axes first, on"
+        " the default semaphore: cm.core_barrier(), cm.device_barrier(),"
+        " cm.global_barrier()."
+      )
+    unread = [c.made_by for c in self.copies if not c.source_is_free]
+    if unread:
+      raise errors.CollectiveError(
+        f"Kernel {self.name!r} ends without waiting for a copy that"
+        f" {unread[0]} started: its semaphore would be left counting, and the"
+        " bytes may not have moved. Call .wait(), or .wait_send() where the"
+        " receiver waits with cm.wait_arrival."
       )
 
 

@@ -1116,18 +1116,50 @@ def test_nothing_but_empty_arrays(route):
   kernel = _copying(route=route)
   empty = jnp.zeros((0, 128))
   assert _simulated(kernel)(empty).shape == (0, 128)
-  assert _compile(kernel, empty).code_bytes
+  assert _compile(kernel, empty).executable
   in_hbm = _copying(
     lambda x_hbm, o_hbm: None, out=pltpu.HBM((0, 8), _F32), route=route
   )
   assert _simulated(in_hbm)(_array()).shape == (0, 8)
-  assert _compile(in_hbm, _X).code_bytes
+  assert _compile(in_hbm, _X).executable
 
 
-def test_scratch_like_an_empty_argument_is_refused():
-  # XLA aborts the process on it.
-  with pytest.raises(ShapeError, match=r"must not be empty; got shape \(0, 1"):
-    _simulated(_double())(jnp.zeros((0, 128)))
+@checked_or_not
+@every_route
+def test_a_kernel_with_nothing_to_write_is_not_launched(route, check_vma):
+  # XLA aborts the process on scratch like the argument.
+  kernel = _double(route=route)
+
+  def fn(x):
+    # The types of what is carried round must agree.
+    return jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=2)[0]
+
+  empty = jnp.zeros((0, 128))
+  assert _simulated(fn, check_vma=check_vma)(empty).shape == (0, 128)
+  assert _compile(fn, empty, check_vma=check_vma).kernels == ()
+  with pytest.raises(DTypeError, match="complex64"):
+    kernel(jnp.zeros((0, 128), jnp.complex64))
+
+
+@every_route
+def test_a_kernel_with_other_effects_is_launched(route):
+  nothing = jax.ShapeDtypeStruct((0,), _F32)
+
+  def fn(x):
+    ref = jax.new_ref(x)
+    _copying(_shift_body, out=nothing, route=route)(ref)
+    return ref[...]
+
+  x = _array(_PART)
+  expected = jnp.concatenate([x[:8], x[:8]])
+  np.testing.assert_array_equal(jax.jit(fn)(x), expected)
+  kernel = _copying(
+    lambda x_hbm, o_hbm: None,
+    out=nothing,
+    route=route,
+    compiler_params=dict(has_side_effects=True),
+  )
+  assert _compile(lambda x: (kernel(x), x)[1], _X).kernels
 
 
 # --- refs ------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_a_run_time_size_may_be_less_than_what_is_walked():
 
 def test_blocks_outside_the_array_are_found_with_a_run_time_size():
   with pytest.raises(
-    cm.PipelineError, match=r"\(2, 0\) at grid point \(0, 2\)"
+    cm.PipelineError, match=r"\([23], 0\) at grid point \(0, [23]\)"
   ):
     _dynamic(lambda n: _walk(lambda i, j: (j, 0), (n, 4), shape=(16, 128)))
 

@@ -87,7 +87,7 @@ def _of_kernel(params: dict[str, Any]) -> KernelUsage:
       a for a in avals if _compat.core_mesh_of_type(a) in (None, mesh)
     )
     usage = usage | (own + _peak(jaxpr))
-    uses_barrier |= _compat.uses_barrier_semaphore(jaxpr)
+    uses_barrier |= _compat.count_barrier_semaphores(jaxpr) > 0
   return KernelUsage(
     name=params["name"] or "kernel",
     meshes=params["meshes"],
