@@ -423,7 +423,7 @@ def test_too_few_cpu_devices_is_an_error_with_the_remedy():
   # tests/topology_test.py follows it.
   message = (
     r"Simulating 16 devices needs 16 CPU devices, but JAX has already started"
-    r" with 8\..*jax\.config\.update\(\"jax_num_cpu_devices\", 16\)"
+    r" with 8\..*jax\.config\.update\(\"jax_num_cpu_devices\", 64\)"
   )
   with pytest.raises(ChipError, match=message):
     cm.chip("v5p:2x2x4").device_mesh(on="simulator")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import remote, scope
+from coremesh import remote
 from tests import protocols, support
 
 _ROWS = 8
@@ -520,11 +520,9 @@ def _to(refs):
   return dict(src=refs["mine"], dst=refs["theirs"], axis="device")
 
 
-@pytest.mark.parametrize("end", ["wait_send", "wait_recv"])
-def test_an_end_that_is_not_waited_for_is_found(end):
+def test_an_arrival_that_is_not_waited_for_is_found():
   def body(mine, theirs):
-    copy = remote.start_ring_shift(mine, theirs, axis="device")
-    getattr(copy, end)()
+    remote.start_ring_shift(mine, theirs, axis="device").wait_send()
 
   with pytest.raises(protocols.ProtocolError):
     _explored(body, 2, rounds=1)
@@ -536,12 +534,15 @@ def test_an_end_that_is_not_waited_for_is_found(end):
 _SYNC = ("semaphore_signal", "semaphore_wait", "dma_start", "dma_wait")
 
 
-def _traced_sync(move, place=_SQUARE, scratch=None, **kwargs):
+def _traced_sync(
+  move, place=_SQUARE, scratch=None, knows_who_is_there=True, **kwargs
+):
   """The synchronisation in a kernel's program, in order."""
   chip, device_mesh = support.simulated(*place)
 
   def body(x_hbm, o_hbm, **refs):
-    pltpu.get_barrier_semaphore()  # As a kernel does that knows who is there.
+    if knows_who_is_there:
+      pltpu.get_barrier_semaphore()  # As a kernel has that finds out itself.
     move(**refs)
 
   kernel = _kernel(
@@ -566,16 +567,43 @@ def test_an_exchange_waits_for_its_receiver_and_for_both_ends(exchange):
   assert _traced_sync(exchange) == [*_SYNC, "dma_wait"]
 
 
-def test_a_put_waits_for_both_ends_or_for_one():
+def test_a_put_waits_for_both_ends_or_for_its_source():
   def put(mine, theirs):
     return cm.put(mine, theirs, to={"core": 1})
 
-  assert _traced_sync(put) == ["dma_start"]
   both = ["dma_start", "dma_wait", "dma_wait"]
   assert _traced_sync(lambda **refs: put(**refs).wait()) == both
-  for end in "wait_send", "wait_recv":
-    one = lambda **refs: getattr(put(**refs), end)()
-    assert _traced_sync(one) == ["dma_start", "dma_wait"]
+  one = lambda **refs: put(**refs).wait_send()
+  assert _traced_sync(one) == ["dma_start", "dma_wait"]
+
+
+@pytest.mark.parametrize(
+  ("start", "name"),
+  [
+    (lambda mine, theirs: cm.put(mine, theirs, to={"core": 1}), "put"),
+    (lambda **r: cm.put(**_to_core(r)).wait_recv(), "put"),
+    (lambda mine, theirs: cm.start_copy(mine, theirs), "start_copy"),
+  ],
+)
+def test_a_copy_whose_source_is_never_waited_for_is_refused(start, name):
+  message = rf"ends without waiting for a copy that {name} started.*\.wait\(\)"
+  with pytest.raises(cm.CollectiveError, match=message):
+    _traced_sync(start)
+
+
+def _to_core(refs):
+  return dict(src=refs["mine"], dst=refs["theirs"], to={"core": 1})
+
+
+@pytest.mark.parametrize("end", ["wait", "wait_send", "wait_recv"])
+def test_an_end_cannot_be_waited_for_twice(end):
+  def twice(**refs):
+    copy = cm.put(**_to_core(refs))
+    copy.wait()
+    getattr(copy, end)()
+
+  with pytest.raises(cm.CollectiveError, match="put started is waited for twi"):
+    _traced_sync(twice)
 
 
 def test_copies_fences_and_signals_leave_their_trace():
@@ -584,7 +612,6 @@ def test_copies_fences_and_signals_leave_their_trace():
   copied = lambda mine, theirs, sem: cm.copy(mine, theirs)
   assert traced(copied) == [start, wait]
   started = lambda mine, theirs, sem: cm.start_copy(mine, theirs)
-  assert traced(started) == [start]
   fenced = lambda **refs: cm.fence(started(**refs), started(**refs))
   assert traced(fenced) == [start, start, wait, wait]
   signalled = lambda mine, theirs, sem: cm.signal(sem)
@@ -595,22 +622,45 @@ def test_copies_fences_and_signals_leave_their_trace():
   assert _traced_sync(arrived, scratch=dict(dma=_DMA)) == [wait]
 
 
-def test_a_scope_knows_whether_its_kernel_reaches_others():
-  seen = []
+@pytest.mark.parametrize(
+  ("move", "message"),
+  [
+    (lambda **r: cm.put(**_to_core(r)).wait(), r"put along \['core'\]"),
+    (
+      lambda **r: [cm.device_barrier(), cm.put(**_to_core(r)).wait()],
+      r"put along \['core'\]",
+    ),
+    (
+      lambda mine, theirs: [
+        cm.core_barrier(),
+        cm.put(mine, theirs, to={"x": 1}).wait(),
+      ],
+      r"put along \['x'\]",
+    ),
+    (
+      lambda **r: [cm.put(**_to_core(r)).wait(), cm.core_barrier()],
+      r"put along \['core'\]",
+    ),
+  ],
+)
+def test_a_put_needs_a_barrier_before_it_that_covers_its_receiver(
+  move, message
+):
+  with pytest.raises(cm.CollectiveError, match=message):
+    _traced_sync(move, knows_who_is_there=False)
 
-  def note(move):
-    def body(**refs):
-      move(**refs)
-      seen.append(scope.current().reached_by)
 
-    _traced_sync(body, scratch=dict(sem=_SEM))
-
-  note(lambda mine, theirs, sem: cm.copy(mine, theirs))
-  note(lambda mine, theirs, sem: [cm.signal(sem), cm.global_barrier()])
-  note(lambda mine, theirs, sem: cm.put(mine, theirs, to={"core": 0}))
-  note(lambda mine, theirs, sem: cm.signal(sem, to={"core": 0}))
-  note(lambda mine, theirs, sem: cm.core_barrier(sem=sem))
-  assert seen == [None, None, "put", "signal", "barrier"]
+@pytest.mark.parametrize(
+  "move",
+  [
+    lambda **r: [cm.core_barrier(), cm.put(**_to_core(r)).wait()],
+    lambda **r: [cm.global_barrier(), cm.put(**_to_core(r)).wait()],
+    lambda mine, theirs: cm.swap(mine, theirs),
+    lambda mine, theirs: cm.copy(mine, theirs),
+  ],
+)
+def test_a_move_behind_its_barrier_or_handshake_is_accepted(move):
+  assert _traced_sync(move, knows_who_is_there=False)
 
 
 # --- compiled --------------------------------------------------------------
@@ -911,7 +961,7 @@ def test_what_cannot_be_right_is_refused(move, error, message):
 
 
 def test_a_self_send_is_refused_where_there_is_nobody_else():
-  message = "can only be this worker: the axes .* have one worker. Use cm.copy"
+  message = r"to names \['core'.*\], along which there is one worker"
   for to in {"core": 0}, {"core": 0, "x": 0}:
     _refused(
       lambda r: cm.put(r.mine, r.theirs, to=to),

@@ -48,7 +48,8 @@ def test_a_trial_scope_changes_nothing_of_the_real_one():
   trial.take_link(_RING)
   trial.claim_barrier_semaphore(_ALL)
   trial.claim_semaphore(sem, _ALL)
-  trial.reach("put")
+  trial.meet(["x"])
+  trial.reach("put", ["core"])
   assert real == _scope()
 
 
@@ -145,20 +146,47 @@ def test_given_semaphores_leave_the_barrier_semaphore_free():
 # --- nobody is reached before it is in the kernel ---------------------------
 
 
-def test_reaching_others_without_any_barrier_semaphore_is_refused():
+def _ends(here, *, has_own_barriers=False):
+  here.check_end(has_own_barriers=has_own_barriers)
+
+
+def test_reaching_workers_that_no_barrier_has_met_is_refused():
   here = _scope()
-  here.check_entry(has_barrier_semaphore=False)
-  here.reach("put")
-  here.reach("signal")
-  here.check_entry(has_barrier_semaphore=True)
+  here.meet(["device"])
+  here.reach("put", ["device"])
+  _ends(here)
+  here.reach("signal", ["device", "core"])
+  here.meet(["core"])  # Too late.
+  here.reach("put", ["core"])
   with pytest.raises(CollectiveError) as caught:
-    here.check_entry(has_barrier_semaphore=False)
+    _ends(here)
   for words in (
-    "Kernel 'k' reaches another worker by put",
-    "its scratch may still be another kernel's",
+    "Kernel 'k' reaches other workers by signal along ['core']",
+    "their scratch may still be another kernel's",
     "cm.core_barrier()",
   ):
     assert words in str(caught.value)
+
+
+def test_a_kernel_with_barriers_of_its_own_may_reach_anybody():
+  here = _scope()
+  here.reach("put", ["core"])
+  _ends(here, has_own_barriers=True)
+
+
+@dataclasses.dataclass
+class _Copy:
+  source_is_free: bool
+  made_by: str = "put"
+
+
+def test_ending_with_a_copy_that_nobody_has_waited_for_is_refused():
+  here = _scope()
+  here.copies = (_Copy(True),)
+  _ends(here)
+  here.copies = (_Copy(True), _Copy(False))
+  with pytest.raises(CollectiveError, match="copy that put started.*wait_send"):
+    _ends(here, has_own_barriers=True)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_rejects_an_argument_that_the_kernel_has_not(make, index):
     if make is cm.like:
       shapes.resolve_out(make(index), _TYPES)
     else:
-      shapes.resolve_scratch(make(index), _TYPES, _CORES)
+      shapes.resolve_scratch([make(index)], _TYPES, _CORES)
 
 
 @pytest.mark.parametrize("index", ["0", 0.0, True, None])
@@ -114,7 +114,8 @@ def test_a_slab_is_the_equal_share_of_a_core(slab, shape):
 
 def test_a_slab_has_the_dtype_asked_for():
   slab = cm.vmem_slab(0, dtype=jnp.float32)
-  assert shapes.resolve_scratch(slab, _TYPES, _CORES).dtype == jnp.float32
+  [found] = shapes.resolve_scratch([slab], _TYPES, _CORES)
+  assert found.dtype == jnp.float32
 
 
 def test_scratch_keeps_its_structure_and_its_other_types():
@@ -157,12 +158,30 @@ def test_scratch_keeps_its_structure_and_its_other_types():
     ),
     (cm.vmem_slab(0, over=()), AxisError, r"different names; got \(\)"),
     (cm.like(0), ShapeError, r"cm\.like is for out\. Use cm\.vmem_slab"),
+    (
+      pltpu.VMEM((0, 128), jnp.float32),
+      ShapeError,
+      r"must not be empty; got shape \(0, 128\)",
+    ),
+    (
+      pltpu.SemaphoreType.DMA((0,)),
+      ShapeError,
+      r"must not be empty; got shape \(0,\)",
+    ),
   ],
 )
 def test_rejects_a_slab_that_is_no_equal_share(slab, error, message):
   types = [_TYPE((12, 5), jnp.float32), jax.typeof(3), {"a": jax.typeof(3)}]
   with pytest.raises(error, match=message):
     shapes.resolve_scratch([slab], types, _CORES)
+
+
+@pytest.mark.parametrize("scratch", [None, 3, cm.vmem_slab(0)])
+def test_rejects_scratch_that_is_no_dict_and_no_sequence(scratch):
+  with pytest.raises(
+    ShapeError, match="must be a dict or a sequence of memory"
+  ):
+    shapes.resolve_scratch(scratch, _TYPES, _CORES)
 
 
 # --- dtypes ----------------------------------------------------------------
@@ -184,7 +203,9 @@ def test_rejects_a_slab_that_is_no_equal_share(slab, error, message):
     lambda d: shapes.resolve_out(cm.like(0, dtype=d), _TYPES),
     lambda d: shapes.resolve_out({"y": _TYPE((2,), d)}, _TYPES),
     lambda d: shapes.resolve_out(np.zeros((2,), d), _TYPES),
-    lambda d: shapes.resolve_scratch(cm.vmem_slab(0, dtype=d), _TYPES, _CORES),
+    lambda d: shapes.resolve_scratch(
+      [cm.vmem_slab(0, dtype=d)], _TYPES, _CORES
+    ),
     lambda d: shapes.resolve_scratch([pltpu.VMEM((2,), d)], _TYPES, _CORES),
     lambda d: shapes.resolve_scratch([pltpu.SMEM((2,), d)], _TYPES, _CORES),
   ],
@@ -221,12 +242,33 @@ def test_an_empty_array_goes_in_as_a_small_one(shape, stand_in):
   assert result.shape == shape
 
 
+@pytest.mark.parametrize(
+  ("out", "is_empty"),
+  [
+    (_TYPE((0, 3), jnp.int8), True),
+    ({"a": _TYPE((0,), jnp.int8), "b": [_TYPE((2, 0), jnp.int8)]}, True),
+    ([_TYPE((0,), jnp.int8), _TYPE((), jnp.int8)], False),
+    ((), False),
+    (None, False),
+  ],
+)
+def test_knows_outputs_without_an_element(out, is_empty):
+  assert shapes.all_empty(out) is is_empty
+
+
+def test_a_random_key_is_no_array():
+  with pytest.raises(DTypeError, match=r"^x is a key .*jax\.random\.key_data"):
+    shapes.check_dtype("x", jax.typeof(jax.random.key(0)))
+  sem = pltpu.SemaphoreType.DMA((2,))
+  assert shapes.check_dtype("x", sem) is sem
+
+
 def test_what_is_not_empty_goes_in_as_it_is():
   x = jnp.ones((2, 3))
   assert shapes.without_empty_axes(x) is x
   assert shapes.with_empty_axes(x, x) is x
   assert shapes.as_empty_ref(x, ref := object()) is ref
-  memory = pltpu.VMEM((0, 2), jnp.float32)
+  memory = pltpu.VMEM((3, 2), jnp.float32)
   assert shapes.type_without_empty_axes(memory) is memory
 
 
