@@ -539,8 +539,6 @@ _BARRIERS = dict(
   both=lambda: cm.device_barrier(("x", "y")),
   all=lambda: cm.global_barrier(),
   ring=lambda: cm.neighbour_barrier("x"),
-  ring_of_y=lambda: cm.neighbour_barrier("y"),
-  ring_of_cores=lambda: cm.neighbour_barrier("core"),
   line=lambda: cm.neighbour_barrier("x", wrap=False),
 )
 
@@ -567,7 +565,9 @@ def _ids(*kernels, mesh=None):
 
 
 def test_barriers_of_different_patterns_get_different_ids():
-  ids = _ids(*(_waiting(wait) for wait in _BARRIERS.values()))
+  mesh = _mesh("compiler", ("x", "y"), (4, 2), chip="v5p:2x2x2")
+  kernels = [_waiting(wait) for wait in _BARRIERS.values()]
+  ids = _ids(*kernels, mesh=mesh)
   assert len(set(ids)) == len(_BARRIERS)
   assert all(2**30 <= i < 2**31 for i in ids)
 
@@ -615,29 +615,26 @@ def test_ids_differ_for_other_axes_and_sizes():
   assert len({_ids(kernel, mesh=mesh)[0] for mesh in meshes}) == len(meshes)
 
 
-def test_a_barrier_by_hand_has_an_id_of_its_own():
+def _by_hand(times):
   def wait():
-    barrier = pltpu.get_barrier_semaphore()
-    pltpu.core_barrier(barrier, core_axis_name="core")
+    for _ in range(times):
+      barrier = pltpu.get_barrier_semaphore()
+      pltpu.core_barrier(barrier, core_axis_name="core")
 
-  def other_body(x_hbm, o_hbm):
-    wait()
+  return wait
 
-  by_hand = _waiting(wait)
-  kernels = [by_hand, by_hand, _copying(other_body, mesh=_CORES)]
-  first, second, other = _ids(*kernels)
-  assert first == second != other
-  assert first not in _ids(_waiting(_BARRIERS["core"]))
+
+def test_barriers_by_hand_share_an_id_only_if_their_programs_are_one():
+  mixed = _waiting(lambda: [cm.core_barrier(), _by_hand(1)()])
+  kernels = [_waiting(_by_hand(1)), _waiting(_by_hand(1)), mixed]
+  first, same, other = _ids(*kernels)
+  assert first == same != other
+  assert _ids(_waiting(_by_hand(2))) != [first]
+  assert not {first, other} & set(_ids(_waiting(_BARRIERS["core"])))
 
 
 def test_a_kernel_without_a_barrier_has_no_id():
   assert _ids(_copying(), _copying(collective_id=5)) == [None, None]
-  own_sem = _copying(
-    lambda x_hbm, o_hbm, sem: cm.core_barrier(sem=sem),
-    mesh=_CORES,
-    scratch=[pltpu.SemaphoreType.REGULAR],
-  )
-  assert _ids(own_sem) == [None]
 
 
 @pytest.mark.parametrize("own_id", [0, 7, 2**31 - 1, np.int32(9)])
@@ -879,7 +876,7 @@ def test_64_bits_are_refused_at_once(where, dtype):
     what = r"Argument \[0\] of kernel 'body'" if where == "argument" else where
     with pytest.raises(DTypeError, match=f"{what} has dtype .*most 32 bits"):
       kernel(wide if where == "argument" else narrow)
-  assert time.perf_counter() - start < 0.5
+  assert time.perf_counter() - start < 1.0
 
 
 @pytest.mark.parametrize(
