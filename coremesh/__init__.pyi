@@ -4,9 +4,6 @@ from .barriers import device_barrier as device_barrier
 from .barriers import global_barrier as global_barrier
 from .barriers import neighbour_barrier as neighbour_barrier
 from .barriers import subcore_barrier as subcore_barrier
-from .blocks import Accumulator as Accumulator
-from .blocks import accumulator as accumulator
-from .blocks import block as block
 from .chips import Chip as Chip
 from .chips import chip as chip
 from .compiler.aot import Compiled as Compiled
@@ -40,7 +37,10 @@ from .partition import num_blocks as num_blocks
 from .partition import padded as padded
 from .partition import split as split
 from .partition import tail as tail
-from .pipelines import pipeline as pipeline
+from .pipelines.blocks import Accumulator as Accumulator
+from .pipelines.blocks import accumulator as accumulator
+from .pipelines.blocks import block as block
+from .pipelines.emit import pipeline as pipeline
 from .place import simulation as simulation
 from .remote import Copy as Copy
 from .remote import copy as copy

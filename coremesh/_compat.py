@@ -117,7 +117,7 @@ class SimulatedMesh(jax.sharding.Mesh):
     return SimulatedMesh, args
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _interned_mesh(shape, devices, axis_names, simulated_device):
   # JAX compares meshes by identity, so equal arguments must give one object.
   plain = jax.sharding.Mesh(np.array(devices).reshape(shape), axis_names)

@@ -123,7 +123,7 @@ class Kernel:
   def _has_other_effects(self, avals) -> bool:
     """Whether it does more than write its outputs."""
     has_refs = any(map(_compat.is_ref_type, jax.tree.leaves(avals)))
-    return has_refs or self.compiler_params.has_side_effects
+    return has_refs or bool(self.compiler_params.has_side_effects)
 
   def _pallas_call(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
     """The Pallas call to trace, and the scopes its bodies will fill."""

@@ -224,8 +224,9 @@ def simulation(
   """Runs the kernels called inside in JAX's TPU interpret mode, checked.
 
   Args:
-    races: detect data races by happens-before; a race raises with the source
-      lines of both accesses.
+    races: detect data races by happens-before; a race raises
+      `jax.errors.JaxRuntimeError` with what JAX's interpreter knows of both
+      accesses.
     dma: when a DMA moves its bytes: as late as the waits allow, or at once.
 
   Raises:
@@ -241,8 +242,20 @@ def simulation(
       f"dma must be 'late' or 'early'; got {dma!r}."
     )
   params = _default_params(detect_races=races, dma_execution_mode=modes[dma])
-  with pltpu.force_tpu_interpret_mode(params):
-    yield
+  try:
+    with pltpu.force_tpu_interpret_mode(params):
+      yield
+      jax.effects_barrier()  # What went wrong inside is raised inside.
+  except BaseException:
+    _forget_failed_kernels()
+    raise
+
+
+def _forget_failed_kernels() -> None:
+  """Keeps the error of one kernel from being raised again by the next."""
+  with contextlib.suppress(Exception):
+    jax.effects_barrier()
+  pltpu.reset_tpu_interpret_mode_state()
 
 
 _INTERPRETER_IDS: dict[int, int] = {}

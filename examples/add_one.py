@@ -4,7 +4,7 @@ Shows: cm.pipeline with over=: a grid axis is split over the cores of a device,
 blocks are copied while others are computed, and the last ones may be partial.
 
 To run:
-  python -m examples.add_one --config.rows=100 --config.columns=300
+  python -m examples.add_one --config.rows_per_device=25
 """
 
 import functools

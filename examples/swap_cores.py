@@ -5,7 +5,7 @@ can be launched by, which give the same bits.
 
 To run:
   python -m examples.swap_cores --chip=v5p:2x2x1 --compile \
-    --config.rows=16 --config.columns=200
+    --config.rows_per_device=5 --config.columns=200
 """
 
 import functools

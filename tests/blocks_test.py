@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import blocks
+from coremesh.pipelines import blocks
 
 
 @dataclasses.dataclass(frozen=True)

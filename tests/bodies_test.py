@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import blocks, bodies
+from coremesh.pipelines import blocks, bodies
 
 _GRID = (4,)
 

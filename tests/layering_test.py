@@ -12,8 +12,7 @@ _FACTS = ("errors", "_compat", "topology", "chips", "spec")
 _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.
-    *("partition", "scope", "mesh", "barriers", "remote"),
-    *("blocks", "visits", "bodies", "prefetch", "accumulate", "pipelines"),
+    *("partition", "scope", "mesh", "barriers", "remote", "pipelines"),
     *("shapes", "place", "launch", "kernels"),
   ),
   ("compiler", "profile", "tune"),  # host: never sees the device row.

@@ -204,18 +204,24 @@ _STARTED = """
   import numpy as np
   from jax.sharding import PartitionSpec as P
 
-  def body(x_hbm, o_hbm):
+  def body(x_hbm, o_hbm, *, mine):
+    rows = cm.slab(x_hbm)
+    cm.copy(x_hbm.at[rows], mine)
     cm.global_barrier()
-    pl.when(jax.lax.axis_index("core") == 0)(lambda: cm.copy(x_hbm, o_hbm))
+    mine[...] = mine[...] * 2
+    cm.copy(mine, o_hbm.at[rows])
 
-  from jax.experimental import pallas as pl
   chip = cm.chip("v5p:2x2x2")
   try:
     mesh = chip.device_mesh(on="simulator")
-    kernel = cm.kernel(body, mesh=chip.tensor_cores(), out=cm.like(0))
+    memory = dict(mine=cm.vmem_slab(0))
+    kernel = cm.kernel(
+      body, mesh=chip.tensor_cores(), out=cm.like(0), scratch=memory
+    )
     spec = P("device")
     fn = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec)
-    print(int(jax.jit(fn)(np.ones((8,), np.float32)).sum()))
+    x = np.full((128, 128), 1 / 4096, np.float32)
+    print(int(jax.jit(fn)(x).sum()))
   except (cm.ChipError, cm.UnsupportedError) as error:
     print(error)
 """

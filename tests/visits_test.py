@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import blocks, visits
+from coremesh.pipelines import blocks, visits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pipelines inside a kernel: blocks in, compute, blocks out, overlapped.
+"""The pipeline itself: checked, split over cores, emitted.
 
 A layer over `pltpu.emit_pipeline` that splits the grid over cores, prefetches
 tables, starts accumulators, and turns the ways to misuse a pipeline into
@@ -17,8 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import accumulate, blocks, bodies, errors, mesh, prefetch, visits
-from coremesh.blocks import Accumulator, Grid, Operand
+from coremesh import errors, mesh
+from coremesh.pipelines import accumulate, blocks, bodies, prefetch, visits
+from coremesh.pipelines.blocks import Accumulator, Grid, Operand
 
 type OutSpec = pl.BlockSpec | Accumulator
 

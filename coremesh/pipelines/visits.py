@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 import numpy as np
 
 from coremesh import _compat, errors
-from coremesh.blocks import Grid, Index, Operand, parts, tiles
+from coremesh.pipelines.blocks import Grid, Index, Operand, parts, tiles
 
 # Of a larger grid only steps near its corners are walked.
 _MAX_STEPS = 4096

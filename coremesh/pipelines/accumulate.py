@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
-from coremesh.blocks import Grid, Operand, parts
-from coremesh.visits import Visits
+from coremesh.pipelines.blocks import Grid, Operand, parts
+from coremesh.pipelines.visits import Visits
 
 type Body = Callable[..., None]
 

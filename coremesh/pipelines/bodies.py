@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from coremesh import _compat, errors
-from coremesh.blocks import Operand
+from coremesh.pipelines.blocks import Operand
 
 
 def checked(

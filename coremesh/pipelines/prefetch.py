@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
-from coremesh.blocks import Index, Operand
+from coremesh.pipelines.blocks import Index, Operand
 
 _WORD_BYTES = 4
 # SMEM holds the last axis of a table of several axes in rows of this.

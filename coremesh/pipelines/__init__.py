@@ -1,0 +1,1 @@
+"""Pipelines inside a kernel: blocks in, compute, blocks out, overlapped."""
