@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, errors, scope, shapes
+from coremesh import mesh as mesh_axes
 from coremesh import place as places
 
 type Route = Literal["kernel", "core_map"]
@@ -318,42 +319,33 @@ def kernel(
       mine[...] = mine[...] * 2
       cm.copy(mine, o_hbm.at[rows])
   """
-  if body is None:
-    return functools.partial(
-      kernel,
-      mesh=mesh,
-      out=out,
-      scratch=scratch,
-      route=route,
-      collective_id=collective_id,
-      num_links=num_links,
-      compiler_params=compiler_params,
-      interpret=interpret,
-      cost_estimate=cost_estimate,
-      debug=debug,
-      name=name,
-      metadata=metadata,
-    )
-  several = isinstance(body, list | tuple)
-  bodies: tuple[Any, ...] = tuple(body) if several else (body,)
-  meshes = tuple(mesh) if isinstance(mesh, list | tuple) else (mesh,)
-  if isinstance(compiler_params, Mapping):
-    compiler_params = pltpu.CompilerParams(**compiler_params)
-  return Kernel(
-    bodies=bodies,
-    meshes=meshes,
+  options: dict[str, Any] = dict(
+    mesh=mesh,
     out=out,
     scratch=scratch,
     route=route,
     collective_id=collective_id,
     num_links=num_links,
-    compiler_params=compiler_params or pltpu.CompilerParams(),
+    compiler_params=compiler_params,
     interpret=interpret,
     cost_estimate=cost_estimate,
     debug=debug,
-    name=name or (_body_name(bodies) if bodies else ""),
+    name=name,
     metadata=metadata,
   )
+  if body is None:
+    return functools.partial(kernel, **options)
+  several = isinstance(body, list | tuple)
+  bodies: tuple[Any, ...] = tuple(body) if several else (body,)
+  meshes = tuple(mesh) if isinstance(mesh, list | tuple) else (mesh,)
+  if isinstance(compiler_params, Mapping):
+    compiler_params = pltpu.CompilerParams(**compiler_params)
+  options |= dict(
+    compiler_params=compiler_params or pltpu.CompilerParams(),
+    name=name or (_body_name(bodies) if bodies else ""),
+  )
+  del options["mesh"]
+  return Kernel(bodies=bodies, meshes=meshes, **options)
 
 
 def automatic_collective_id(
@@ -369,7 +361,7 @@ def automatic_collective_id(
   """
   cores = [(type(m).__name__, tuple(m.shape.items())) for m in meshes]
   sizes = _compat.bound_axis_sizes()
-  devices = [(n, sizes[n]) for n in sorted(_device_axes())]
+  devices = [(n, sizes[n]) for n in sorted(mesh_axes.device_axes())]
   text = repr((cores, devices, patterns))
   return _FIRST_AUTOMATIC_ID + zlib.crc32(text.encode()) % _FIRST_AUTOMATIC_ID
 
@@ -384,7 +376,7 @@ def _explained(kernel: Kernel) -> Iterator[None]:
       raise
     raise errors.AxisError(
       f"Kernel {kernel.name!r} uses an axis that is not in scope: {error}. In"
-      f" scope: device axes {sorted(_device_axes())}, core axes"
+      f" scope: device axes {sorted(mesh_axes.device_axes())}, core axes"
       f" {list(kernel.cores)}. A kernel that addresses other devices must be"
       " called inside jax.shard_map over a mesh with that axis."
     ) from error
@@ -402,11 +394,6 @@ def _explained(kernel: Kernel) -> Iterator[None]:
         " jax.shard_map(..., check_vma=False)."
       ) from error
     raise
-
-
-def _device_axes() -> set[str]:
-  names = jax.sharding.get_abstract_mesh().axis_names
-  return set(names) & set(_compat.bound_axis_sizes())
 
 
 def _checked(name: str, args: Sequence[Any]) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import re
 
 from absl.testing import flagsaver
 import pytest
@@ -110,3 +111,22 @@ def test_the_ring_compiles_for_512_chips():
 def test_an_example_is_right_on_the_attached_tpu(name, request, capsys):
   _run(name, {}, chip=request.config.getoption("--chip"))
   assert capsys.readouterr().out.startswith(("TPU on", "route kernel: TPU on"))
+
+
+def _documented_commands():
+  files = sorted((_ROOT / "examples").glob("*.py"))
+  files += sorted((_ROOT / "benchmarks").glob("*.py"))
+  for path in files:
+    text = path.read_text().replace("\\\n", " ")
+    for line in re.findall(r"^  (python -m \S+.*)$", text, re.MULTILINE):
+      yield path.stem, line
+
+
+def test_every_command_in_a_docstring_names_fields_that_exist():
+  commands = list(_documented_commands())
+  assert {name for name, _ in commands} >= set(_NAMES)
+  for name, command in commands:
+    fields = re.findall(r"--config\.(\w+)=", command)
+    if fields:
+      config = importlib.import_module(f"configs.{name}").get_config()
+      assert set(fields) <= set(config), command

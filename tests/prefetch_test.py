@@ -233,3 +233,24 @@ def test_a_block_of_an_accumulator_chosen_by_a_table_is_not_split():
       numbers(128, 128),
       out=cm.like(1),
     )
+
+
+def test_a_vector_subcore_has_no_prefetch():
+  chip = cm.chip("v6e:2x2")
+
+  @cm.kernel(mesh=chip.vector_subcores(), out=cm.like(0))
+  def kernel(x_hbm, table_hbm, o_hbm):
+    spec = cm.block((8, 128), lambda i, *_: (i, 0))
+    cm.pipeline(
+      lambda x_vmem, o_vmem: None,
+      grid=(1,),
+      in_specs=[spec],
+      out_specs=[spec],
+      num_prefetch=1,
+    )(table_hbm, x_hbm, o_hbm)
+
+  mesh = chip.device_mesh("device", on="compiler")
+  fn = support.over_devices(kernel, mesh)
+  x = jax.ShapeDtypeStruct((32, 128), jnp.float32)
+  with pytest.raises(cm.UnsupportedError, match="no DMA from HBM to its SMEM"):
+    cm.compile(fn, x, jax.ShapeDtypeStruct((4,), jnp.int32))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import errors
+from coremesh import errors, mesh
 from coremesh.pipelines.blocks import Index, Operand
 
 _WORD_BYTES = 4
@@ -59,6 +59,12 @@ def in_smem(
   if not tables:
     use(())
     return
+  if mesh.on_vector_subcore():
+    raise errors.UnsupportedError(
+      "num_prefetch copies tables to SMEM, and a vector subcore has no DMA from"
+      " HBM to its SMEM. Copy the table to VMEM before the pipeline and read"
+      " one entry at a time, or run the pipeline on chip.scalar_subcores()."
+    )
   pl.run_scoped(copied, *(pltpu.SMEM(t.shape, jnp.int32) for t in tables))
 
 
