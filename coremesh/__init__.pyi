@@ -18,6 +18,10 @@ from .errors import DTypeError as DTypeError
 from .errors import PipelineError as PipelineError
 from .errors import ShapeError as ShapeError
 from .errors import UnsupportedError as UnsupportedError
+from .exchanges import ring_shift as ring_shift
+from .exchanges import start_ring_shift as start_ring_shift
+from .exchanges import start_swap as start_swap
+from .exchanges import swap as swap
 from .launch import Kernel as Kernel
 from .launch import Route as Route
 from .launch import kernel as kernel
@@ -47,12 +51,8 @@ from .remote import copy as copy
 from .remote import fence as fence
 from .remote import get as get
 from .remote import put as put
-from .remote import ring_shift as ring_shift
 from .remote import signal as signal
 from .remote import start_copy as start_copy
-from .remote import start_ring_shift as start_ring_shift
-from .remote import start_swap as start_swap
-from .remote import swap as swap
 from .remote import wait as wait
 from .remote import wait_arrival as wait_arrival
 from .shapes import Like as Like

@@ -21,6 +21,7 @@ type Route = Literal["kernel", "core_map"]
 
 _LINKS = "coremesh_links"
 _MAX_COLLECTIVE_ID = 2**31 - 1
+_SIDE_EFFECTING = pltpu.SideEffectType.SIDE_EFFECTING
 # Automatic ids stay clear of the small ones people pick by hand.
 _FIRST_AUTOMATIC_ID = 2**30
 
@@ -124,7 +125,8 @@ class Kernel:
   def _has_other_effects(self, avals) -> bool:
     """Whether it does more than write its outputs."""
     has_refs = any(map(_compat.is_ref_type, jax.tree.leaves(avals)))
-    return has_refs or bool(self.compiler_params.has_side_effects)
+    side_effects = self.compiler_params.has_side_effects
+    return has_refs or side_effects in (True, _SIDE_EFFECTING)
 
   def _pallas_call(self, avals, out) -> tuple[Callable[..., Any], list[Any]]:
     """The Pallas call to trace, and the scopes its bodies will fill."""

@@ -15,7 +15,6 @@ import jax
 import jax.core
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import numpy as np
 
 from coremesh import _compat, barriers, errors, mesh, scope
 
@@ -120,7 +119,7 @@ def copy(src: Any, dst: Any) -> None:
     ShapeError, DTypeError: the refs differ.
     UnsupportedError: memories between which this core has no DMA.
   """
-  _check_pair(src, dst, is_remote=False)
+  check_pair(src, dst, is_remote=False)
   if _is_empty(src) or _is_push_stream(src, dst):
     start_copy(src, dst).wait()
     return
@@ -145,14 +144,14 @@ def start_copy(src: Any, dst: Any, *, sem: Any = None) -> Copy:
     UnsupportedError: memories between which this core has no DMA.
     CollectiveError: the kernel has no link left, or `sem` is no DMA semaphore.
   """
-  _check_pair(src, dst, is_remote=False)
+  check_pair(src, dst, is_remote=False)
   barriers.check_semaphore("sem", sem, kind=_DMA)
   if _is_empty(src):
     return Copy(descriptor=_Nothing(), is_remote=False, made_by="start_copy")
   if _is_push_stream(src, dst):
     sem = None
   elif sem is None:
-    _, sem = _take_link("start_copy", "sem")
+    _, sem = take_link("start_copy", "sem")
   descriptor = pltpu.make_async_copy(src, dst, sem)
   descriptor.start()
   return Copy(descriptor=descriptor, is_remote=False, made_by="start_copy")
@@ -193,15 +192,15 @@ def put(
       is the sender; or no semaphores are left.
     UnsupportedError: memories between which this core has no DMA.
   """
-  _check_pair(src, dst, is_remote=True)
+  check_pair(src, dst, is_remote=True)
   address = mesh.device_id(to)
   if mesh.num_workers(tuple(to)) == 1:
     raise errors.CollectiveError(
       f"to names {list(to)}, along which there is one worker: the receiver"
       " would be the sender. Use cm.copy, or a chip with more cores."
     )
-  link = _given_link(send_sem, recv_sem)
-  send_sem, recv_sem = link or _take_link("put", "send_sem= and recv_sem")
+  link = given_link(send_sem, recv_sem)
+  send_sem, recv_sem = link or take_link("put", "send_sem= and recv_sem")
   _reach("put", to)
   if _is_empty(src):
     return Copy(descriptor=_Nothing(), is_remote=True, made_by="put")
@@ -228,7 +227,7 @@ def get(src: Any, dst: Any, *, source: Address) -> None:
     UnsupportedError: the memory is not shared with `source`: let the owner
       `cm.put` it.
   """
-  _check_pair(src, dst, is_remote=False)
+  check_pair(src, dst, is_remote=False)
   mesh.device_id(source)
   space = _compat.memory_space(src)
   if space in _HBM:
@@ -305,195 +304,8 @@ def wait(sem: Any, count: Any = 1) -> None:
   pl.semaphore_wait(sem, count)
 
 
-def ring_shift(
-  src: Any,
-  dst: Any,
-  *,
-  axis: mesh.Axes,
-  steps: int = 1,
-  sem: Any = None,
-  send_sem: Any = None,
-  recv_sem: Any = None,
-) -> None:
-  """Moves every worker's `src` into the `dst` of the worker `steps` ahead.
-
-  Waits for the receiver to be ready, and for the arrival here. May be called
-  again with the same `dst` once this worker has finished with it: all calls of
-  one axis and step share one link.
-
-  Args:
-    src: a ref on every worker along `axis`, in any data memory.
-    dst: another ref of the same shape and dtype, which nothing else writes.
-    axis: the ring; several axes form one ring, the last fastest, so that
-      ("device", "core") passes through both cores of each device.
-    steps: how far, a Python int; 0 modulo the ring copies locally.
-    sem: see `cm.barrier`: a semaphore for the receivers' readiness.
-    send_sem, recv_sem: see `put`.
-
-  Raises:
-    As `put`; CollectiveError if the semaphore carries another pattern, or
-    `src` and `dst` are one ref.
-  """
-  route = _ring_route(axis, steps)
-  if route is None:
-    _check_exchange(src, dst)
-    copy(src, dst)
-    return
-  link = _given_link(send_sem, recv_sem) or _shared_link(route.pattern)
-  _start_exchange(src, dst, route, sem, link).wait()
-
-
-def start_ring_shift(
-  src: Any,
-  dst: Any,
-  *,
-  axis: mesh.Axes,
-  steps: int = 1,
-  sem: Any = None,
-  send_sem: Any = None,
-  recv_sem: Any = None,
-) -> Copy:
-  """`ring_shift` that does not wait for the arrival, only for the receiver.
-
-  Args: as of `ring_shift`. Each call takes a link of its own.
-
-  Returns:
-    The started copy: `.wait()` for both ends, or `.wait_send()` before `src`
-    is written and `.wait_recv()` before `dst` is read.
-
-  Raises:
-    As `ring_shift`.
-  """
-  route = _ring_route(axis, steps)
-  link = _given_link(send_sem, recv_sem)
-  if route is None:
-    _check_exchange(src, dst)
-    return start_copy(src, dst, sem=recv_sem)
-  link = link or _take_link("start_ring_shift", "send_sem= and recv_sem")
-  return _start_exchange(src, dst, route, sem, link)
-
-
-def swap(
-  src: Any,
-  dst: Any,
-  *,
-  axis: mesh.Axes = "core",
-  sem: Any = None,
-  send_sem: Any = None,
-  recv_sem: Any = None,
-) -> None:
-  """Exchanges `src` between the workers of each pair along `axis`.
-
-  Workers 2k and 2k+1 are a pair. Waits for the partner to be ready and for
-  the arrival here.
-
-  Args:
-    src: a ref on every worker, in any data memory.
-    dst: where the partner's `src` lands; another ref, same shape and dtype.
-    axis: an axis, or several taken as one, with an even number of workers.
-    sem: see `cm.barrier`.
-    send_sem, recv_sem: see `put`.
-
-  Raises:
-    As `ring_shift`; ShapeError if the number of workers is odd.
-  """
-  route = _swap_route(axis)
-  link = _given_link(send_sem, recv_sem) or _shared_link(route.pattern)
-  _start_exchange(src, dst, route, sem, link).wait()
-
-
-def start_swap(
-  src: Any,
-  dst: Any,
-  *,
-  axis: mesh.Axes = "core",
-  sem: Any = None,
-  send_sem: Any = None,
-  recv_sem: Any = None,
-) -> Copy:
-  """`swap` that does not wait for the arrival, only for the partner.
-
-  Args: as of `swap`. Each call takes a link of its own.
-
-  Returns:
-    The started copy; see `start_ring_shift`.
-
-  Raises:
-    As `swap`.
-  """
-  route = _swap_route(axis)
-  link = _given_link(send_sem, recv_sem)
-  link = link or _take_link("start_swap", "send_sem= and recv_sem")
-  return _start_exchange(src, dst, route, sem, link)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Route:
-  """Where an exchange sends to and hears from, on every worker alike."""
-
-  pattern: scope.Pattern
-  receiver: Address
-  sender: Address
-
-
-def _ring_route(axis: mesh.Axes, steps: int) -> _Route | None:
-  """The route `steps` along a ring, None if it leads back to this worker."""
-  names = mesh.as_axes(axis, argument="axis")
-  if isinstance(steps, bool) or not isinstance(steps, int):
-    raise errors.ShapeError(
-      f"steps must be a Python int, the same on every worker; got {steps!r}."
-    )
-  steps = steps % mesh.num_workers(names)
-  if steps == 0:
-    return None
-  return _Route(
-    pattern=("ring_shift", names, steps),
-    receiver=mesh.shifted(names, steps),
-    sender=mesh.shifted(names, -steps),
-  )
-
-
-def _swap_route(axis: mesh.Axes) -> _Route:
-  names = mesh.as_axes(axis, argument="axis")
-  workers = mesh.num_workers(names)
-  if workers % 2:
-    raise errors.ShapeError(
-      f"swap pairs workers, so the axes {list(names)} must hold an even"
-      f" number of them; got {workers}."
-    )
-  place = mesh.worker_index(names)
-  partner = mesh.coordinates(jax.lax.bitwise_xor(place, np.int32(1)), names)
-  return _Route(pattern=("swap", names), receiver=partner, sender=partner)
-
-
-def _start_exchange(
-  src: Any, dst: Any, route: _Route, sem: Any, link: scope.Link
-) -> Copy:
-  """Tells the sender that `dst` is free, and puts once the receiver's is."""
-  barriers.check_semaphore("sem", sem)
-  _check_exchange(src, dst)
-  with jax.named_scope(route.pattern[0]):
-    # Each worker has one receiver and one sender, so one count cannot be
-    # mistaken: the receiver's next signal comes after this put has landed.
-    ready = barriers.pattern_semaphore(sem, route.pattern)
-    signal(ready, to=route.sender)
-    wait(ready)
-    send_sem, recv_sem = link
-    return put(
-      src, dst, to=route.receiver, send_sem=send_sem, recv_sem=recv_sem
-    )
-
-
-def _check_exchange(src: Any, dst: Any) -> None:
-  _check_pair(src, dst, is_remote=True)
-  if src is dst:
-    raise errors.CollectiveError(
-      "src and dst must be two refs: what arrives would overwrite what is"
-      " being sent. Use two buffers in turn, buffer.at[0] and buffer.at[1]."
-    )
-
-
-def _check_pair(src: Any, dst: Any, *, is_remote: bool) -> None:
+def check_pair(src: Any, dst: Any, *, is_remote: bool) -> None:
+  """Checks that a DMA can copy one ref to the other."""
   _check_ref("src", src)
   _check_ref("dst", dst)
   if tuple(src.shape) != tuple(dst.shape):
@@ -547,7 +359,8 @@ def _check_count(argument: str, count: Any) -> None:
     )
 
 
-def _given_link(send_sem: Any, recv_sem: Any) -> scope.Link | None:
+def given_link(send_sem: Any, recv_sem: Any) -> scope.Link | None:
+  """The link a user gave, checked; None for none."""
   if (send_sem is None) != (recv_sem is None):
     raise errors.CollectiveError(
       "send_sem and recv_sem go together: give both or neither."
@@ -557,13 +370,10 @@ def _given_link(send_sem: Any, recv_sem: Any) -> scope.Link | None:
   return None if send_sem is None else (send_sem, recv_sem)
 
 
-def _shared_link(pattern: scope.Pattern) -> scope.Link:
-  return _take_link(pattern[0], "send_sem= and recv_sem", pattern)
-
-
-def _take_link(
+def take_link(
   function: str, argument: str, pattern: scope.Pattern | None = None
 ) -> scope.Link:
+  """A link of the kernel, for a helper that was given none."""
   current = scope.current()
   if current is None or current.copy_sem is None:
     raise errors.CollectiveError(

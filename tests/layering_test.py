@@ -12,8 +12,8 @@ _FACTS = ("errors", "_compat", "topology", "chips", "spec")
 _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.
-    *("partition", "scope", "mesh", "barriers", "remote", "pipelines"),
-    *("shapes", "place", "launch", "kernels"),
+    *("partition", "scope", "mesh", "barriers", "remote", "exchanges"),
+    *("pipelines", "shapes", "place", "launch", "kernels"),
   ),
   ("compiler", "profile", "tune"),  # host: never sees the device row.
 )

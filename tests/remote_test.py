@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh import remote
+from coremesh import exchanges, remote
 from tests import protocols, support
 
 _ROWS = 8
@@ -333,8 +333,8 @@ def test_both_directions_of_a_ring_may_be_in_flight(rounds):
     up[...] = mine[...]
     down[...] = mine[...]
     for _ in range(rounds):
-      ahead = remote.start_ring_shift(up, right, axis=_RING)
-      behind = remote.start_ring_shift(
+      ahead = exchanges.start_ring_shift(up, right, axis=_RING)
+      behind = exchanges.start_ring_shift(
         down, left, axis=_RING, steps=-1, sem=back
       )
       cm.fence(ahead, behind)
@@ -351,8 +351,10 @@ def test_both_directions_of_a_ring_may_be_in_flight(rounds):
 def test_a_ring_shift_that_leads_back_is_a_copy_that_may_be_waited_for_late():
   def move(mine, theirs, *, sent, arrived):
     sems = dict(send_sem=sent, recv_sem=arrived)
-    remote.start_ring_shift(mine, theirs, axis="core", steps=2, **sems).wait()
-    remote.start_ring_shift(mine, theirs, axis="core", steps=-2).wait()
+    exchanges.start_ring_shift(
+      mine, theirs, axis="core", steps=2, **sems
+    ).wait()
+    exchanges.start_ring_shift(mine, theirs, axis="core", steps=-2).wait()
 
   scratch = dict(sent=_DMA, arrived=_DMA)
   assert _moved(move, scratch=scratch) == list(range(8))
@@ -409,8 +411,8 @@ def test_swap_exchanges_the_blocks_of_each_pair(place, axis, expected):
 def test_a_swap_started_early_is_waited_for_late():
   def move(mine, theirs, *, other, own, sent, arrived):
     sems = dict(sem=own, send_sem=sent, recv_sem=arrived)
-    first = remote.start_swap(mine, theirs)
-    second = remote.start_swap(mine, other, **sems)
+    first = exchanges.start_swap(mine, theirs)
+    second = exchanges.start_swap(mine, other, **sems)
     second.wait()
     first.wait()
     theirs[...] += 10 * other[...]
@@ -467,15 +469,15 @@ def test_no_order_breaks_a_swap(workers):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_no_order_breaks_two_ring_shifts_in_flight(workers):
   def both(mine, theirs, other, back):
-    first = remote.start_ring_shift(mine, theirs, axis="device")
-    second = remote.start_ring_shift(
+    first = exchanges.start_ring_shift(mine, theirs, axis="device")
+    second = exchanges.start_ring_shift(
       mine, other, axis="device", steps=-1, sem=back
     )
     cm.fence(first, second)
 
   def same(mine, theirs, other, back):
-    first = remote.start_ring_shift(mine, theirs, axis="device")
-    second = remote.start_ring_shift(mine, other, axis="device")
+    first = exchanges.start_ring_shift(mine, theirs, axis="device")
+    second = exchanges.start_ring_shift(mine, other, axis="device")
     cm.fence(second, first)
 
   for body in both, same:
@@ -522,7 +524,7 @@ def _to(refs):
 
 def test_an_arrival_that_is_not_waited_for_is_found():
   def body(mine, theirs):
-    remote.start_ring_shift(mine, theirs, axis="device").wait_send()
+    exchanges.start_ring_shift(mine, theirs, axis="device").wait_send()
 
   with pytest.raises(protocols.ProtocolError):
     _explored(body, 2, rounds=1)
@@ -559,8 +561,10 @@ def _traced_sync(
     lambda mine, theirs: cm.ring_shift(mine, theirs, axis="x"),
     lambda mine, theirs: cm.ring_shift(mine, theirs, axis=("y", "core")),
     lambda mine, theirs: cm.swap(mine, theirs),
-    lambda mine, theirs: remote.start_swap(mine, theirs).wait(),
-    lambda mine, theirs: remote.start_ring_shift(mine, theirs, axis="x").wait(),
+    lambda mine, theirs: exchanges.start_swap(mine, theirs).wait(),
+    lambda mine, theirs: exchanges.start_ring_shift(
+      mine, theirs, axis="x"
+    ).wait(),
   ],
 )
 def test_an_exchange_waits_for_its_receiver_and_for_both_ends(exchange):
@@ -692,7 +696,7 @@ def _every_exchange(mine, theirs, sem, *, axes):
   cm.swap(mine, theirs, axis=axes, sem=sem)
   cm.signal(sem)
   cm.wait(sem)
-  started = remote.start_ring_shift(mine, theirs, axis=axes)
+  started = exchanges.start_ring_shift(mine, theirs, axis=axes)
   started.wait_recv()
   started.wait_send()
 
@@ -808,9 +812,9 @@ _MOVES = {
   "get": functools.partial(cm.get, source={"core": 1}),
   "ring_shift": functools.partial(cm.ring_shift, axis="core"),
   "ring_shift back": functools.partial(cm.ring_shift, axis="core", steps=2),
-  "start_ring_shift": functools.partial(remote.start_ring_shift, axis="x"),
+  "start_ring_shift": functools.partial(exchanges.start_ring_shift, axis="x"),
   "swap": cm.swap,
-  "start_swap": remote.start_swap,
+  "start_swap": exchanges.start_swap,
 }
 
 
@@ -986,8 +990,8 @@ def test_an_odd_number_of_workers_cannot_swap(axis):
   [
     lambda r: cm.put(r.mine, r.theirs, to={"core": 1}).wait(),
     lambda r: cm.start_copy(r.mine, r.theirs).wait(),
-    lambda r: remote.start_swap(r.mine, r.theirs).wait(),
-    lambda r: remote.start_ring_shift(r.mine, r.theirs, axis="x").wait(),
+    lambda r: exchanges.start_swap(r.mine, r.theirs).wait(),
+    lambda r: exchanges.start_ring_shift(r.mine, r.theirs, axis="x").wait(),
   ],
 )
 def test_a_python_loop_with_more_copies_than_links_says_what_to_do(move):
@@ -1013,7 +1017,7 @@ def test_a_kernel_without_links_needs_named_semaphores():
     ),
     (cm.start_copy, "start_copy has no semaphores .* Pass sem="),
     (cm.swap, "swap has no semaphores"),
-    (remote.start_swap, "start_swap has no semaphores"),
+    (exchanges.start_swap, "start_swap has no semaphores"),
   ],
 )
 def test_a_plain_pallas_kernel_needs_named_semaphores(move, message):
