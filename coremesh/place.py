@@ -224,9 +224,9 @@ def simulation(
   """Runs the kernels called inside in JAX's TPU interpret mode, checked.
 
   Args:
-    races: detect data races by happens-before; a race raises
-      `jax.errors.JaxRuntimeError` with what JAX's interpreter knows of both
-      accesses.
+    races: detect data races by happens-before; a race raises, at the latest
+      on exit, `jax.errors.JaxRuntimeError` with what JAX's interpreter knows of
+      both accesses.
     dma: when a DMA moves its bytes: as late as the waits allow, or at once.
 
   Raises:
@@ -245,7 +245,11 @@ def simulation(
   try:
     with pltpu.force_tpu_interpret_mode(params):
       yield
-      jax.effects_barrier()  # What went wrong inside is raised inside.
+      jax.effects_barrier()  # What went wrong inside is raised by its end.
+  except ExceptionGroup as group:  # One for each device that it concerns.
+    _forget_failed_kernels()
+    errors_found = sorted(group.exceptions, key=lambda e: _RACE not in str(e))
+    raise errors_found[0] from group
   except BaseException:
     _forget_failed_kernels()
     raise
@@ -258,6 +262,7 @@ def _forget_failed_kernels() -> None:
   pltpu.reset_tpu_interpret_mode_state()
 
 
+_RACE = "RACE DETECTED"
 _INTERPRETER_IDS: dict[int, int] = {}
 _INTERPRETER_IDS_LOCK = threading.Lock()
 

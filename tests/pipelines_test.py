@@ -558,7 +558,8 @@ def test_what_no_step_writes_stays_as_it_was():
 def test_cores_that_write_the_same_blocks_race():
   """What `over` is there to avoid, to show that a race would be found."""
   body = piped(add_one, [_ROWS], [_ROWS], over=None)
-  with cm.simulation(races=True), pytest.raises(Exception, match="RACE DETECT"):
+  race = pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED")
+  with race, cm.simulation(races=True):
     simulate(body, numbers(128, 128))
 
 
