@@ -23,6 +23,7 @@ from absl import app, flags
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 from rich.console import Console
@@ -91,9 +92,12 @@ def _indexed_by_hand():
     pltpu.sync_copy(first_hbm, first_smem)
     core = jax.lax.axis_index("core")
     rows = x_hbm.shape[0] // jax.lax.axis_size("core") // 8
-    x_spec = pl.BlockSpec(
-      (8, 128), lambda i, j: (core * rows + i, first_smem[0] + j)
-    )
+    last = x_hbm.shape[1] // 128 - 1
+
+    def x_map(i, j):  # Stays in the array whatever the table holds.
+      return core * rows + i, jnp.clip(first_smem[0] + j, 0, last)
+
+    x_spec = pl.BlockSpec((8, 128), x_map)
     pltpu.emit_pipeline(
       add_one_block,
       grid=(rows, o_hbm.shape[1] // 128),

@@ -118,6 +118,8 @@ class Operand:
     spec: the block; its index map takes the grid indices only.
     is_output: whether blocks of it are written.
     accumulator: how it was declared, if several steps add to a block.
+    reads_tables: whether its index map reads prefetched tables, so that only
+      the kernel knows the blocks.
   """
 
   label: str
@@ -125,6 +127,7 @@ class Operand:
   spec: pl.BlockSpec
   is_output: bool
   accumulator: Accumulator | None = None
+  reads_tables: bool = False
 
   @property
   def has_blocks(self) -> bool:

@@ -74,21 +74,26 @@ def bound(operand: Operand, smem_tables: Sequence[Any]) -> Operand:
     return operand
   spec = dataclasses.replace(
     operand.spec,
-    index_map=functools.partial(_clamped, operand, tuple(smem_tables)),
+    index_map=functools.partial(
+      _clamped, operand, operand.num_indices, tuple(smem_tables)
+    ),
   )
-  return dataclasses.replace(operand, spec=spec)
+  return dataclasses.replace(operand, spec=spec, reads_tables=True)
 
 
-def _clamped(operand: Operand, smem_tables: tuple[Any, ...], *point) -> Index:
+def _clamped(
+  operand: Operand,
+  counts: tuple[int, ...],
+  smem_tables: tuple[Any, ...],
+  *point,
+) -> Index:
   index = operand.index_at((*point, *smem_tables))
   return tuple(
     # Pallas itself cuts a slice that reaches beyond the array.
     pl.ds(_clamp(i.start, count), _clamp(i.size, size.block_size))
     if isinstance(i, pl.Slice)
     else _clamp(i, count - 1)
-    for i, size, count in zip(
-      index, operand.sizes, operand.num_indices, strict=True
-    )
+    for i, size, count in zip(index, operand.sizes, counts, strict=True)
   )
 
 

@@ -69,6 +69,8 @@ def walk(operand: Operand, grid: Grid) -> Visits:
   Raises:
     PipelineError: a block outside the array.
   """
+  if operand.reads_tables:
+    return _assumed(operand, grid)
   picked = _picked_axes(operand, grid)
   if picked is not None:
     return _picking(operand, grid, picked)
