@@ -2,14 +2,16 @@ r"""What coremesh costs before a kernel runs: import, tracing and lowering.
 
 Each kernel is written twice, with coremesh and by hand on `pl.kernel`, and
 both are traced and lowered for a v5p in turn, A B B A, in one process, at many
-depths of the call stack; CPU time. Nothing is compiled or run. The import is
-timed in fresh processes, `import jax, coremesh` against `import jax` in turn.
+depths of the call stack; CPU time without garbage collection. Nothing is
+compiled or run. The import is timed in fresh processes, `import jax, coremesh`
+against `import jax` in turn.
 
 To run:
   python -m benchmarks.overhead --pairs=60
 """
 
 from collections.abc import Callable, Sequence
+import gc
 import json
 import pathlib
 import platform
@@ -194,9 +196,14 @@ def _seconds(make: Callable[[], Program], depth: int) -> float:
   if depth:
     return _seconds(make, depth - 1)
   function, shapes = make()
-  start = time.process_time()
-  function.trace(*shapes).lower()
-  return time.process_time() - start
+  gc.collect()
+  gc.disable()  # As timeit does: whose turn a collection falls into is luck.
+  try:
+    start = time.process_time()
+    function.trace(*shapes).lower()
+    return time.process_time() - start
+  finally:
+    gc.enable()
 
 
 def _compare(ours: Callable, by_hand: Callable, label: str) -> dict[str, Any]:

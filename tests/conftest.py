@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
     return
   skip = pytest.mark.skip(reason="needs an attached TPU: pytest --chip=NAME")
   for item in items:
-    if "tpu" in item.keywords:
+    if item.get_closest_marker("tpu"):
       item.add_marker(skip)
 
 
