@@ -276,6 +276,11 @@ def kernel(
   with an HBM ref for each argument, one for each output, and the scratch. Call
   the result inside `jax.shard_map` to run on every device. On TPU devices it
   runs; on CPU devices it is simulated; for compile-only devices it compiles.
+  Called outside, it runs on one device, on a CPU as on a device of `cm.chip()`.
+
+  A body that writes or signals other workers must first meet them in a barrier
+  over those axes, and must wait for every copy it starts; one that does not is
+  refused.
 
   Args:
     body: the body, or one for each of several meshes. None: a decorator.
@@ -291,11 +296,16 @@ def kernel(
       is: `pltpu.VMEM(...) @ mesh`.
     route: "kernel" launches by `pl.kernel`; "core_map" by `core_map` with refs
       closed over. The results are the same; measure which is faster.
-    collective_id: which barrier semaphore. Default: one made from the cores
-      and from who signals whom, so that it is the same on every process, and
-      kernels share one only if their barriers may follow each other.
-    num_links: DMA semaphore pairs for `cm.put` and `cm.start_copy` calls that
-      name none, at most one call each; not with several meshes.
+    collective_id: which barrier semaphore. Default: one made from the cores,
+      the device axes and who signals whom, so that it is the same on every
+      process, and kernels share one only if their barriers may follow each
+      other. It cannot tell which devices a mesh holds: give ids of your own to
+      kernels in flight together on different or reordered sets of devices.
+      Not used by a kernel that in the end has no barrier, as `core_barrier`
+      on one core.
+    num_links: DMA semaphore pairs for the `cm.put`, `cm.start_copy` and
+      exchanges that name none: one for each place in the body that starts such
+      a copy, a loop counting once. Not with several meshes.
     compiler_params: `pltpu.CompilerParams` or a dict of its fields.
     interpret: None chooses by the devices; False compiles; True or
       `pltpu.InterpretParams` interprets.
