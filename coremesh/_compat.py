@@ -359,6 +359,11 @@ def _bindings(eqn: Any, jaxpr: jex_core.Jaxpr) -> tuple[Any, Any]:
   return jaxpr.invars, outer[len(outer) - len(jaxpr.invars) :]
 
 
+def without_tracing() -> Any:
+  """A context in which every JAX operation fails."""
+  return _core.set_current_trace(None)
+
+
 def used_arguments(function: Callable[..., Any], count: int) -> frozenset[int]:
   """Which of `count` int32 arguments the results depend on."""
   jaxpr = jax.make_jaxpr(function)(*[np.int32(0)] * count).jaxpr

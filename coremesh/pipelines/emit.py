@@ -152,14 +152,12 @@ class _Plan:
 
   def emit(self, operands: Sequence[Operand]) -> None:
     """Checks the pipeline, then emits it."""
-    seen = blocks.in_throwaway_trace(
-      lambda: [
-        visits.walk(o, self.grid)
-        for o in operands
-        # Of an input that reads tables nothing is known, and nothing needed.
-        if o.has_blocks and (o.is_output or not o.reads_tables)
-      ]
-    )
+    seen = [
+      visits.walk(o, self.grid)
+      for o in operands
+      # Of an input that reads tables nothing is known, and nothing needed.
+      if o.has_blocks and (o.is_output or not o.reads_tables)
+    ]
     written = [v for v in seen if v.operand.is_output and v.operand.is_copied]
     parallel = self._parallel_axes(written)
     for output in written:

@@ -18,7 +18,14 @@ from jax.experimental import pallas as pl
 import numpy as np
 
 from coremesh import _compat, errors
-from coremesh.pipelines.blocks import Grid, Index, Operand, parts, tiles
+from coremesh.pipelines.blocks import (
+  Grid,
+  Index,
+  Operand,
+  in_throwaway_trace,
+  parts,
+  tiles,
+)
 
 # Of a larger grid only steps near its corners are walked.
 _MAX_STEPS = 4096
@@ -69,11 +76,15 @@ def walk(operand: Operand, grid: Grid) -> Visits:
   Raises:
     PipelineError: a block outside the array.
   """
-  if operand.reads_tables:
-    return _assumed(operand, grid)
-  picked = _picked_axes(operand, grid)
+  picked = None if operand.reads_tables else _picked_axes(operand, grid)
   if picked is not None:
     return _picking(operand, grid, picked)
+  return in_throwaway_trace(lambda: _walk(operand, grid))
+
+
+def _walk(operand: Operand, grid: Grid) -> Visits:
+  if operand.reads_tables:
+    return _assumed(operand, grid)
   points = list(_points(grid))
   counts = operand.num_indices
   indices: list[Index] = []
@@ -123,7 +134,8 @@ def _picked_axes(operand: Operand, grid: Grid) -> frozenset[int] | None:
   """The grid axes an index map picks, None if it does anything else."""
   steps = [_Opaque() for _ in grid]
   try:
-    index = operand.index_at(steps)
+    with _compat.without_tracing():
+      index = operand.index_at(steps)
   except Exception:  # It computes; if it is at fault, walking says how.
     return None
   picked: set[int] = set()
