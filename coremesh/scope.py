@@ -21,8 +21,8 @@ type Link = tuple[Any, Any]
 class KernelScope:
   """One body being traced.
 
-  Its values are never changed in place, so that `dataclasses.replace` makes a
-  scope for a trial trace.
+  Its values are replaced, never changed in place: a copy made by
+  `dataclasses.replace` goes its own way.
 
   Attributes:
     name: the kernel's name, for errors.
