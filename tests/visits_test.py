@@ -182,6 +182,57 @@ def test_which_steps_add_to_a_block_chosen_at_run_time_is_not_known():
   assert seen.shared is None
 
 
+@pytest.mark.parametrize(
+  "make_index_map",
+  [
+    lambda n: lambda i, j: (n + i, 8 - j),
+    lambda n: lambda i, j: (n, j // 2),
+    lambda n: lambda i, j: ((i - n) % 4, 1),
+    lambda n: lambda i, j: (4 * (n * j) + i, True),
+  ],
+)
+def test_arithmetic_with_a_run_time_number_is_read_as_a_trace_reads_it(
+  make_index_map,
+):
+  def program(number):
+    spec = cm.block((8, 128), make_index_map(number))
+    operand = blocks.operand("input 0", _Ref((64, 1024)), spec, is_output=False)
+    read = visits._read(operand, (4, 4))
+    assert read == blocks.in_throwaway_trace(
+      lambda: visits._walk(operand, (4, 4))
+    )
+
+  jax.make_jaxpr(program)(jnp.int32(0))
+
+
+@pytest.mark.parametrize(
+  "index_map",
+  [
+    lambda i, j: (i // 2, j),
+    lambda i, j: (i if i else j, 0),
+    lambda i, j: (0.5 * i, 0),
+    lambda i, j: (np.int32(1) + i, 0),
+    lambda i, j: (lax.add(i, j), 0),
+    lambda i, j: (range(4)[i], 0),
+    lambda i, j: (pl.ds(i, 8), 0),
+    lambda i, j: (i,),
+  ],
+)
+def test_an_index_map_that_does_more_is_not_read(index_map):
+  spec = cm.block((8, 128), index_map)
+  operand = blocks.operand("input 0", _Ref((64, 1024)), spec, is_output=False)
+  assert visits._read(operand, (4, 4)) is None
+
+
+def test_reading_an_index_map_leaves_nothing_in_the_program():
+  def program(number):
+    spec = cm.block((8, 128), lambda i: (number + i, 0))
+    operand = blocks.operand("input 0", _Ref((64, 1024)), spec, is_output=False)
+    visits.walk(operand, (4,))
+
+  assert not jax.make_jaxpr(program)(jnp.int32(0)).eqns
+
+
 def test_the_index_of_a_core_is_a_run_time_number():
   mesh = jax.make_mesh(
     (2,), ("core",), axis_types=(jax.sharding.AxisType.Auto,)

@@ -3,7 +3,8 @@
 A pipeline walks its grid in row-major order, the last axis fastest, and keeps
 a block in VMEM only while consecutive steps ask for the same one. What that
 forbids follows, while the kernel is traced, from the index map: at once if it
-only picks grid indices, else by walking the grid.
+only picks grid indices or adds run-time numbers to them, else by walking the
+grid.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,22 +77,20 @@ def walk(operand: Operand, grid: Grid) -> Visits:
   Raises:
     PipelineError: a block outside the array.
   """
-  picked = None if operand.reads_tables else _picked_axes(operand, grid)
-  if picked is not None:
-    return _picking(operand, grid, picked)
-  return in_throwaway_trace(lambda: _walk(operand, grid))
+  seen = None if operand.reads_tables else _read(operand, grid)
+  return seen or in_throwaway_trace(lambda: _walk(operand, grid))
 
 
 def _walk(operand: Operand, grid: Grid) -> Visits:
   if operand.reads_tables:
-    return _assumed(operand, grid)
+    return _assumed(operand, grid, _used_axes(operand, grid))
   points = list(_points(grid))
   counts = operand.num_indices
   indices: list[Index] = []
   for point in points:
     index = _known_index(operand, point)
     if index is None:
-      return _assumed(operand, grid)
+      return _assumed(operand, grid, _used_axes(operand, grid))
     if not _is_block(index, counts) and _is_surely_in(point, grid):
       _check_range(operand, point, index)
     indices.append(index)
@@ -120,31 +119,62 @@ def _walk(operand: Operand, grid: Grid) -> Visits:
   )
 
 
-class _Opaque:
-  """A grid index that can be passed on, and not computed with."""
+class _Symbol:
+  """A grid index, or what arithmetic makes of some: it has no value.
+
+  Attributes:
+    axes: the grid axes it depends on.
+    is_known: whether it depends on nothing else, no run-time number.
+  """
+
+  __slots__ = ("axes", "is_known")
+
+  def __init__(self, axes: frozenset[int] = frozenset(), *, is_known: bool):
+    self.axes = axes
+    self.is_known = is_known
+
+  def _with(self, other: Any) -> Any:
+    symbol = _symbol(other)
+    if symbol is None:
+      return NotImplemented
+    is_known = self.is_known and symbol.is_known
+    return _Symbol(self.axes | symbol.axes, is_known=is_known)
 
   def _refuse(self, *_: Any) -> Any:
-    raise TypeError("opaque")
+    raise TypeError("The index map asks for the value of a grid index.")
 
+  # A JAX number that meets what it does not know leaves the result to that.
+  __add__ = __sub__ = __mul__ = __floordiv__ = __mod__ = _with
+  __radd__ = __rsub__ = __rmul__ = __rfloordiv__ = __rmod__ = _with
   __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = _refuse
   __bool__ = __index__ = __int__ = __hash__ = _refuse
 
 
-def _picked_axes(operand: Operand, grid: Grid) -> frozenset[int] | None:
-  """The grid axes an index map picks, None if it does anything else."""
-  steps = [_Opaque() for _ in grid]
+def _symbol(value: Any) -> _Symbol | None:
+  if isinstance(value, int | Tracer):
+    return _Symbol(is_known=isinstance(value, int))
+  return value if isinstance(value, _Symbol) else None
+
+
+def _read(operand: Operand, grid: Grid) -> Visits | None:
+  """The visits of an index map, if neither a trace nor a walk is needed.
+
+  That is one that only picks grid indices, or adds run-time numbers to them.
+  """
+  steps = [_Symbol(frozenset([a]), is_known=True) for a in range(len(grid))]
   try:
     with _compat.without_tracing():
       index = operand.index_at(steps)
-  except Exception:  # It computes; if it is at fault, walking says how.
+  except Exception:  # It does more; if it is at fault, walking says how.
     return None
-  picked: set[int] = set()
-  for part in index:
-    axes = [a for a, step in enumerate(steps) if step is part]
-    if not axes and type(part) is not int:
-      return None
-    picked.update(axes)
-  return frozenset(picked)
+  symbols = [s for s in map(_symbol, index) if s is not None]
+  if len(symbols) < len(index):
+    return None
+  axes = frozenset(a for s in symbols for a in s.axes)
+  if not all(s.is_known for s in symbols):
+    return _assumed(operand, grid, axes)
+  is_picked = all(_is_int(i) or any(i is s for s in steps) for i in index)
+  return _picking(operand, grid, axes) if is_picked else None
 
 
 def _picking(operand: Operand, grid: Grid, picked: frozenset[int]) -> Visits:
@@ -254,9 +284,8 @@ def _is_block(index: Index, counts: Sequence[int]) -> bool:
   return True
 
 
-def _assumed(operand: Operand, grid: Grid) -> Visits:
+def _assumed(operand: Operand, grid: Grid, used: frozenset[int]) -> Visits:
   """What follows from which grid indices the index map uses at all."""
-  used = _used_axes(operand, grid)
   axes = [a for a, n in enumerate(grid) if not (_is_static(n) and n == 1)]
   kept = [a for a in axes if a not in used]
   left = [a for a in kept if any(b in used for b in axes if b > a)]
