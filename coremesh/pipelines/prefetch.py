@@ -100,14 +100,8 @@ def _clamped(
 def _clamp(i: Any, most: int) -> Any:
   if isinstance(i, int):
     return min(max(i, 0), most)
-  bounded = jax.lax.min(_as_int32(i), _as_int32(most))
-  return jax.lax.max(bounded, np.int32(0))
-
-
-def _as_int32(value: Any) -> Any:
-  if isinstance(value, int):
-    return np.int32(value)
-  return jax.lax.convert_element_type(value, np.int32)
+  index = jax.lax.convert_element_type(i, np.int32)
+  return jax.lax.max(jax.lax.min(index, np.int32(most)), np.int32(0))
 
 
 def _smem_bytes(table: Any) -> int:
