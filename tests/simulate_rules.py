@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import types
 from typing import Any
 
 import jax
@@ -45,12 +46,21 @@ def run(
 
   for eqn in closed.jaxpr.eqns:
     operands = [read(v) for v in eqn.invars]
-    if "jaxpr" in eqn.params:
+    if eqn.primitive.name == "run_scoped":
+      results = _run_scoped(rules, eqn.params["jaxpr"], operands, states)
+    elif "jaxpr" in eqn.params:
       results = run(rules, eqn.params["jaxpr"], *operands, states=states)
     else:
       results = _evaluate(rules, eqn, operands, states)
     values |= dict(zip(eqn.outvars, results, strict=True))
   return [read(v) for v in closed.jaxpr.outvars]
+
+
+def _run_scoped(rules, jaxpr, captured, states):
+  """Runs a body with zeros for the memory of each of its refs."""
+  memory = [np.zeros(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+  closed = types.SimpleNamespace(jaxpr=jaxpr, consts=captured)
+  return run(rules, closed, *memory, states=states)
 
 
 def _evaluate(rules, eqn, operands, states):

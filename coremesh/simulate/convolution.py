@@ -119,7 +119,7 @@ def rule(
 
     total = functools.reduce(np.add, map(term, taps, windows))
     result = np.moveaxis(total, 0, 1)  # [batch, groups, out, positions]
-    result = result.reshape(result.shape[0], -1, *out_space)
+    result = result.reshape([out.shape[i] for i in dims.out_spec])
     result = result.transpose(to_out).astype(out.dtype)
     return result if acc is None else acc + result
 

@@ -111,21 +111,22 @@ def _unpack_elementwise(params, in_avals, out_avals) -> Function:
 
 
 def _reciprocal(params, in_avals, out_avals) -> Function:
-  """1 / x; if approximate, that of x in bfloat16, in bfloat16.
+  """1 / x; the approximate one is that of `x` rounded to bfloat16.
 
-  The approximate one is what JAX computes for it on a CPU. It is coarser than
-  a TPU's, so a kernel that bears it bears the hardware. `full_range` makes no
-  difference here.
+  So XLA computes it on a CPU. It is coarser than a TPU's, so a kernel that
+  bears it bears the hardware. `full_range` makes no difference here.
   """
   del in_avals
-  (out,) = out_avals
-  one = np.ones((), out.dtype)[()]
+  dtype = out_avals[0].dtype
   if not params["approx"]:
+    one = np.ones((), dtype)[()]
     return lambda x: np.divide(one, x)
-  coarse_one = ml_dtypes.bfloat16(1)
-  return lambda x: np.divide(coarse_one, x.astype(ml_dtypes.bfloat16)).astype(
-    out.dtype
-  )
+
+  def approximate(x):
+    coarse = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return np.divide(np.float32(1), coarse).astype(dtype)
+
+  return approximate
 
 
 def _stochastic_round(params, in_avals, out_avals) -> Function:
