@@ -77,7 +77,7 @@ def _faults(root: pathlib.Path) -> list[str]:
     for line, name in _imports(ast.parse(path.read_text()), package):
       where = f"{path.relative_to(root)}:{line} "
       if name.startswith(("jax._src", "jax.__version__")):
-        if parts != ("_compat",):
+        if parts[0] != "_compat":
           faults.append(f"{where}{name} is for _compat only")
       elif name.split(".")[0] in _OUTSIDE:
         faults.append(f"{where}{name} is outside the package")
@@ -94,7 +94,7 @@ def test_modules_import_only_downwards_and_leftwards():
 
 def test_every_module_of_the_package_is_looked_at():
   seen = {p.name for p in _PACKAGE.rglob("*.py")}
-  assert {"launch.py", "_compat.py", "aot.py", "__init__.py"} <= seen
+  assert {"launch.py", "kernel_ir.py", "aot.py", "__init__.py"} <= seen
 
 
 def _write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:

@@ -104,7 +104,8 @@ def _reduce_precision(params, in_avals, out_avals):
   sign = pattern.type(1 << (info.bits - 1))
   infinity = pattern.type(((1 << info.nexp) - 1) << info.nmant)
   bias = (1 << (info.nexp - 1)) - 1
-  reach = (1 << (params["exponent_bits"] - 1)) - 1
+  # No more bits than there are: then nothing is out of reach.
+  reach = (1 << (min(params["exponent_bits"], info.nexp) - 1)) - 1
   largest = pattern.type((bias + reach) << info.nmant)
   smallest = pattern.type((bias - reach) << info.nmant)
   half = pattern.type((1 << drop >> 1) - 1 if drop else 0)

@@ -49,6 +49,16 @@ def _lgamma(x):
   return np.where(x == -np.inf, -x, special.gammaln(x))[()]
 
 
+def _digamma(x):
+  # XLA has -inf at both zeros, and this sum is never -0.
+  return special.digamma(x + np.float32(0))
+
+
+def _erf_inv(x):
+  # scipy loses the sign of zero.
+  return np.copysign(special.erfinv(x), x)
+
+
 RULES: Mapping[str, Rule] = {
   "acos": _function(np.arccos),
   "acosh": _function(np.arccosh),
@@ -61,9 +71,9 @@ RULES: Mapping[str, Rule] = {
   "ceil": _function(np.ceil),
   "cos": _function(np.cos),
   "cosh": _function(np.cosh),
-  "digamma": _function(special.digamma),
+  "digamma": _function(_digamma),
   "erf": _function(special.erf),
-  "erf_inv": _function(special.erfinv),
+  "erf_inv": _function(_erf_inv),
   "erfc": _function(special.erfc),
   "exp": _function(np.exp),
   "exp2": _function(np.exp2),

@@ -56,6 +56,11 @@ def _reshape(params, in_avals, out_avals):
   return lambda x: x.transpose(order).reshape(shape)
 
 
+def _squeeze(params, in_avals, out_avals):
+  # Its `dimensions` are the axes to drop, those of a reshape are an order.
+  return _reshape({}, in_avals, out_avals)
+
+
 def _transpose(params, in_avals, out_avals):
   order = params["permutation"]
   return lambda x: x.transpose(order)
@@ -177,7 +182,7 @@ RULES: Mapping[str, Rule] = {
   "reshape": _reshape,
   "rev": _rev,
   "split": _split,
-  "squeeze": _reshape,
+  "squeeze": _squeeze,
   "stack": _stack,
   "stop_gradient": identity,
   "tie": _function(lambda x, y: y),

@@ -28,6 +28,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from coremesh import errors
+from coremesh._compat import kernel_ir
 
 AbstractDevice = jax.sharding.AbstractDevice
 
@@ -410,7 +411,7 @@ _mlir.register_lowering(
   kernel_p, _lower_with(_mpmd._mpmd_map_tpu_lowering), platform="tpu"
 )
 _mlir.register_lowering(
-  kernel_p, _lower_with(_mpmd._mpmd_map_fallback_lowering), platform="cpu"
+  kernel_p, _lower_with(kernel_ir._lower_kernel), platform="cpu"
 )
 
 

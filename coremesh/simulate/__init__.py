@@ -1,0 +1,1 @@
+"""Runs the kernels of every core of every chip on the CPU, checked."""

@@ -1,0 +1,167 @@
+"""Vector clocks: which accesses to a memory are ordered, and which race.
+
+A thread is a worker or a slot of DMAs of one worker. Each access is recorded
+as (thread, clock); it happened before another thread's present if that thread's
+vector clock has reached it (Lamport's happened-before, by the vector clocks of
+Mattern and Fidge). Every element of a shared memory remembers its last write
+and the reads since, as FastTrack does for variables (Flanagan and Freund, PLDI
+2009), so that two accesses are compared exactly where they meet.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+type Clock = np.ndarray  # [threads] int64: the last event known of each
+
+
+class Threads:
+  """Numbers of the threads, and room for their clocks."""
+
+  def __init__(self):
+    self.names: list[Any] = []
+
+  def add(self, name: Any) -> int:
+    self.names.append(name)
+    return len(self.names) - 1
+
+  def new_clock(self) -> Clock:
+    return np.zeros(len(self.names), np.int64)
+
+
+def joined(mine: Clock, other: Clock) -> Clock:
+  """What is known by one who knows both."""
+  if len(mine) < len(other):
+    mine, other = other, mine
+  if len(mine) == len(other):
+    return np.maximum(mine, other)
+  result = mine.copy()
+  np.maximum(result[: len(other)], other, out=result[: len(other)])
+  return result
+
+
+def widened(clock: Clock, threads: int) -> Clock:
+  """A clock with room for that many threads, itself if it has it."""
+  if len(clock) >= threads:
+    return clock
+  wide = np.zeros(max(threads, 2 * len(clock)), np.int64)
+  wide[: len(clock)] = clock
+  return wide
+
+
+def reaches(clock: Clock, thread: int, event: int) -> bool:
+  """Whether an event of a thread happened before what `clock` knows."""
+  return thread < len(clock) and clock[thread] >= event
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+  """One access: who, when, from which line, and what it did."""
+
+  thread: int
+  event: int
+  site: Any
+  kind: str  # "read", "write", "enter" or "leave"
+  who: Any
+
+
+class Records:
+  """Accesses by number, equal ones once; sets of reads by number."""
+
+  def __init__(self):
+    # Number 0 is no access at all, and the empty set of reads.
+    self.accesses: list[Any] = [None]
+    self.read_sets: list[tuple[int, ...]] = [()]
+    self._numbers: dict[Any, int] = {}
+    self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
+
+  def number(
+    self, thread: int, event: int, site: Any, kind: str, who: Any
+  ) -> int:
+    key = (thread, event, id(site), kind)
+    number = self._numbers.get(key)
+    if number is None:
+      number = self._numbers[key] = len(self.accesses)
+      self.accesses.append(Access(thread, event, site, kind, who))
+    return number
+
+  def set_number(self, members: tuple[int, ...]) -> int:
+    number = self._set_numbers.get(members)
+    if number is None:
+      number = self._set_numbers[members] = len(self.read_sets)
+      self.read_sets.append(members)
+    return number
+
+
+class Shadow:
+  """The last write, and the reads since, of each element of one memory."""
+
+  __slots__ = ("_records", "reads", "writes")
+
+  def __init__(self, shape: tuple[int, ...], records: Records):
+    self._records = records
+    self.writes = np.zeros(shape, np.int32)
+    self.reads = np.zeros(shape, np.int32)
+
+  def read(
+    self, writes: np.ndarray, reads: np.ndarray, number: int, clock: Clock
+  ) -> list[Access]:
+    """Notes a read of views of `self.writes` and `self.reads`.
+
+    Returns:
+      The writes it races with.
+    """
+    raced = [
+      a for a in self._present(writes) if not reaches(clock, a.thread, a.event)
+    ]
+    first = reads.flat[0] if reads.size else 0
+    if reads.size and (reads == first).all():
+      reads[...] = self._with_read(int(first), number, clock)
+    else:
+      for old in np.unique(reads):
+        reads[reads == old] = self._with_read(int(old), number, clock)
+    return raced
+
+  def write(
+    self, writes: np.ndarray, reads: np.ndarray, number: int, clock: Clock
+  ) -> list[Access]:
+    """Notes a write; returns the reads and writes it races with."""
+    accesses = self._records.accesses
+    before = list(self._present(writes))
+    before += [
+      accesses[member]
+      for old in _distinct(reads)
+      for member in self._records.read_sets[old]
+    ]
+    writes[...] = number
+    reads[...] = 0
+    return [a for a in before if not reaches(clock, a.thread, a.event)]
+
+  def _present(self, writes: np.ndarray) -> Iterator[Access]:
+    accesses = self._records.accesses
+    return (accesses[n] for n in _distinct(writes) if n)
+
+  def _with_read(self, old: int, number: int, clock: Clock) -> int:
+    """The set of reads with one more, and without those it follows."""
+    members = self._records.read_sets[old]
+    if members == (number,):
+      return old
+    accesses = self._records.accesses
+    kept = [
+      m
+      for m in members
+      if m != number
+      and not reaches(clock, accesses[m].thread, accesses[m].event)
+    ]
+    return self._records.set_number((*kept, number))
+
+
+def _distinct(numbers: np.ndarray) -> list[int]:
+  if not numbers.size:
+    return []
+  first = numbers.flat[0]
+  if (numbers == first).all():
+    return [int(first)]
+  return np.unique(numbers).tolist()

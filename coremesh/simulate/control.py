@@ -1,0 +1,191 @@
+"""Source for control flow: calls, branches, loops, scopes, and the grid."""
+
+from typing import Any
+
+import numpy as np
+
+from coremesh._compat import kernel_ir
+from coremesh.simulate import emitter, memory
+
+
+def _call(em: emitter.Emitter, eqn: Any) -> None:
+  jaxpr = kernel_ir.custom_call_jaxpr(eqn)
+  count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
+  args = em.atoms(eqn.invars)
+  em.bind(eqn, em.inline(jaxpr, args[len(args) - count :]))
+
+
+def _cond(em: emitter.Emitter, eqn: Any) -> None:
+  index, *args = em.atoms(eqn.invars)
+  branches = eqn.params["branches"]
+  results = [em.name() for _ in eqn.outvars]
+  last = len(branches) - 1
+  for i, branch in enumerate(branches):
+    # An index out of range chooses the first or the last branch.
+    test = "else:" if i == last else f"{'el' if i else ''}if {index} <= {i}:"
+    with em.block(test if last else "if True:"):
+      em.assign(results, em.inline(branch, args))
+  em.bind(eqn, results)
+
+
+def _while(em: emitter.Emitter, eqn: Any) -> None:
+  params, args = eqn.params, em.atoms(eqn.invars)
+  num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+  cond_args = args[:num_cond]
+  body_args = args[num_cond : num_cond + num_body]
+  state = em.carried(args[num_cond + num_body :])
+  with em.block("while True:"):
+    (goes_on,) = em.inline(params["cond_jaxpr"], [*cond_args, *state])
+    with em.block(f"if not {goes_on}:"):
+      em.line("break")
+    em.assign(state, em.inline(params["body_jaxpr"], [*body_args, *state]))
+  em.bind(eqn, state)
+
+
+def _scan(em: emitter.Emitter, eqn: Any) -> None:
+  constants, carry, arrays = kernel_ir.scan_parts(eqn, em.atoms(eqn.invars))
+  state = em.carried(carry)
+  count = eqn.params["length"]
+  order = f"range({count})"
+  if eqn.params["reverse"]:
+    order = f"range({count - 1}, -1, -1)"
+  outs = kernel_ir.scan_results(eqn, eqn.outvars)[1]
+  stacked = [
+    em.let(
+      f"np.empty({tuple(v.aval.shape)}, {em.constant(np.dtype(v.aval.dtype))})"
+    )
+    for v in outs
+  ]
+  i = em.name("i")
+  with em.block(f"for {i} in {order}:"):
+    slices = [em.let(f"{a}[{i}]") for a in arrays]
+    results = em.inline(
+      eqn.params["jaxpr"], [*constants, *state, *slices]
+    )
+    new_state, rows = kernel_ir.scan_results(eqn, results)
+    for array, row in zip(stacked, rows, strict=True):
+      em.line(f"{array}[{i}] = {row}")
+    em.assign(state, new_state)
+  em.bind(eqn, [*state, *stacked])
+
+
+def _parallel_loop(em: emitter.Emitter, eqn: Any) -> None:
+  lower, upper, step, constants, carry = eqn.params["tree"].unflatten(
+    em.atoms(eqn.invars)
+  )
+  state = em.carried(carry)
+  order = f"range(int({lower}), int({upper}), int({step}))"
+  if not carry:  # Its iterations may run in any order.
+    order = f"m.shuffled({order})"
+  i = em.name("i")
+  with em.block(f"for {i} in {order}:"):
+    index = em.let(f"np.int32({i})")
+    results = em.inline(
+      eqn.params["jaxpr"], [index, *state], list(constants)
+    )
+    em.assign(state, results)
+  em.bind(eqn, state)
+
+
+def _run_scoped(em: emitter.Emitter, eqn: Any) -> None:
+  jaxpr = eqn.params["jaxpr"]
+  names = getattr(jaxpr.debug_info, "arg_names", None)
+  site = em.site("run_scoped")
+  refs = []
+  for i, var in enumerate(jaxpr.invars):
+    name = names[i] if names and i < len(names) and names[i] else f"scoped {i}"
+    refs.append(_allocate(em, name, var.aval, site))
+  results = em.inline(jaxpr, refs, em.atoms(eqn.invars))
+  for ref in refs:
+    em.line(f"m.free(w, {ref}, {site})")
+  em.bind(eqn, results)
+
+
+def _allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
+  declaration = emitter.declare(name, type_, em.mesh)
+  em.scoped.append(declaration)
+  ref = em.let(f"m.allocate(w, {em.constant(declaration, 'd')}, {site})", "r")
+  em.refs[str(ref)] = declaration
+  return ref
+
+
+def _pipeline(em: emitter.Emitter, eqn: Any) -> None:
+  sizes = dict(em.mesh.shape) if em.mesh is not None else {}
+  jaxpr = kernel_ir.expanded_pipeline(eqn, sizes)
+  args = em.atoms(eqn.invars)
+  outer, dims = em.grid, kernel_ir.pipeline_dims(eqn, args)
+  em.grid = [("np.int32(0)", str(d)) for d in dims] + list(outer)
+  em.bind(eqn, em.inline(jaxpr, args))
+  em.grid = outer
+
+
+def _pipeline_body(em: emitter.Emitter, eqn: Any) -> None:
+  (indices, leaves), constants, refs = kernel_ir.unflattened_body(
+    eqn, em.atoms(eqn.invars)
+  )
+  outer = em.grid
+  em.grid = [
+    (index, outer[i][1]) for i, index in enumerate(indices)
+  ] + outer[len(indices) :]
+  args = leaves if eqn.params["_explicit_indices"] else []
+  em.inline(eqn.params["jaxpr"], [*args, *refs], constants)
+  em.grid = outer
+
+
+def _program_id(em: emitter.Emitter, eqn: Any) -> None:
+  em.bind(eqn, [em.let(f"np.int32({em.grid[eqn.params['axis']][0]})")])
+
+
+def _num_programs(em: emitter.Emitter, eqn: Any) -> None:
+  em.bind(eqn, [em.let(f"np.int32({em.grid[eqn.params['axis']][1]})")])
+
+
+def _axis_index(em: emitter.Emitter, eqn: Any) -> None:
+  axis = eqn.params["axis_name"]
+  names = axis if isinstance(axis, tuple) else (axis,)
+  index = "0"
+  for name in names:
+    size = {**em.device_axes, **em.core_axes}[name]
+    place = "coords" if name in em.core_axes else "device_coords"
+    part = f"w.{place}[{em.constant(name, 'a')}]"
+    index = part if index == "0" else f"({index}) * {size} + {part}"
+  em.bind(eqn, [em.let(f"np.int32({index})")])
+
+
+def _nothing(em: emitter.Emitter, eqn: Any) -> None:
+  em.bind(eqn, [emitter.Name("None")] * len(eqn.outvars))
+
+
+def _debug_print(em: emitter.Emitter, eqn: Any) -> None:
+  values = ", ".join(map(str, em.atoms(eqn.invars)))
+  params = em.constant(dict(eqn.params))
+  em.line(f"m.print(w, {params}, [{values}])")
+  em.bind(eqn, [])
+
+
+RULES = {
+  **dict.fromkeys(
+    (
+      *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call"),
+      *("custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat"),
+      "remat2",
+    ),
+    _call,
+  ),
+  "cond": _cond,
+  "while": _while,
+  "scan": _scan,
+  "sc.parallel_loop": _parallel_loop,
+  "pallas.run_scoped": _run_scoped,
+  "pipeline.emit_pipeline": _pipeline,
+  "pipeline.pipeline_body": _pipeline_body,
+  "pallas.program_id": _program_id,
+  "pallas.num_programs": _num_programs,
+  "axis_index": _axis_index,
+  "pallas.delay": _nothing,
+  "tpu.trace_value": _nothing,
+  "debugging.debug_print": _debug_print,
+}
+
+# What the rules of a program may call.
+HELPERS = {"memory": memory}

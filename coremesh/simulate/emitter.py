@@ -1,0 +1,288 @@
+"""From a kernel's program to Python source that runs it over numpy.
+
+Each equation becomes a line or a few: `v7 = v3 + v5`, `v9 = f2(v7)`,
+`m.store(w, r1, ((slice(0, 8),),), v9, s4)`. Inner programs are written in place,
+so that loops are Python loops. A worker's program is one generator; it yields
+where another worker may run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from coremesh import errors
+from coremesh._compat import kernel_ir
+from coremesh.simulate import machine, memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Name:
+  """A variable of the written source. (A `str` would pass for a sequence.)"""
+
+  text: str
+
+  def __str__(self) -> str:
+    return self.text
+
+
+@dataclasses.dataclass(eq=False)
+class Declaration:
+  """A ref of a program: what each core (or device) has one of.
+
+  Attributes as those of `memory.Family`, which a run makes of it.
+  """
+
+  name: str
+  space: str
+  shape: tuple[int, ...]
+  dtype: Any
+  axes: tuple[Any, ...]
+  type: Any
+  is_tiled: bool = False
+  is_shared: bool = False
+  is_semaphore: bool = False
+  mesh: Any = None
+  signallers: list[str] = dataclasses.field(default_factory=list)
+
+  @property
+  def padded(self) -> tuple[int, ...]:
+    """The shape that accesses may reach, padding included."""
+    if not self.is_tiled:
+      return self.shape
+    return memory.padded_shape(self.shape, np.dtype(self.dtype))
+
+  def family(self) -> memory.Family:
+    return memory.Family(
+      name=self.name,
+      space=self.space,
+      shape=self.shape,
+      dtype=None if self.is_semaphore else np.dtype(self.dtype),
+      axes=self.axes,
+      is_tiled=self.is_tiled,
+      is_shared=self.is_shared,
+    )
+
+
+def declare(name: str, ref_type: Any, mesh: Any) -> Declaration:
+  """The declaration of a ref that a worker of `mesh` is given."""
+  space, mesh = kernel_ir.place_of_type(ref_type, mesh)
+  axes = tuple(mesh.shape) if mesh is not None else ("core",)
+  is_semaphore = kernel_ir.is_semaphore_type(ref_type)
+  if space in ("hbm", "host"):
+    axes = axes if is_semaphore else ()
+  elif space == "vmem_shared":
+    axes = axes[:1]
+  is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
+  return Declaration(
+    name=name,
+    space=space,
+    shape=tuple(map(int, ref_type.shape)),
+    dtype=ref_type.dtype,
+    axes=axes,
+    type=ref_type,
+    is_tiled=space == "hbm" or (space == "vmem" and not is_sparse),
+    is_shared=space in ("hbm", "host", "vmem_shared"),
+    is_semaphore=is_semaphore,
+    mesh=mesh,
+  )
+
+
+class Emitter:
+  """Writes the program of one worker.
+
+  Attributes:
+    mesh: the mesh the worker is on, None for a `pallas_call`.
+    device_axes: the axes of the device mesh, with their sizes.
+    core_axes: the core axes of all meshes of the kernel, with their sizes.
+    refs: the declaration behind each name of a ref.
+    grid: for each grid dimension of the program, its index and its size.
+    crosses_devices: whether anything written so far reaches another device.
+  """
+
+  def __init__(
+    self,
+    *,
+    mesh: Any,
+    device_axes: Mapping[Any, int],
+    core_axes: Mapping[Any, int],
+    rules: Mapping[str, Callable[["Emitter", Any], None]],
+    value_rules: Mapping[str, Callable[..., Callable[..., Any]]],
+  ):
+    self.mesh = mesh
+    self.device_axes = device_axes
+    self.core_axes = core_axes
+    self.refs: dict[str, Declaration] = {}
+    self.scoped: list[Declaration] = []
+    self.grid: list[tuple[str, str]] = []
+    self.crosses_devices = False
+    self.constants: dict[str, Any] = {"np": np}
+    self.lines: list[str] = []
+    self._rules = rules
+    self._value_rules = value_rules
+    self._env: dict[Any, Any] = {}
+    self._indent = 1
+    self._count = 0
+    self._by_id: dict[int, Name] = {}
+    self._literals: dict[Any, Name] = {}
+    self._eqn: Any = None
+
+  # --- text ------------------------------------------------------------------
+
+  def line(self, text: str) -> None:
+    self.lines.append("  " * self._indent + text)
+
+  @contextlib.contextmanager
+  def block(self, head: str) -> Iterator[None]:
+    """Lines inside `head`, such as "while True:"."""
+    self.line(head)
+    self._indent += 1
+    before = len(self.lines)
+    yield
+    if len(self.lines) == before:
+      self.line("pass")
+    self._indent -= 1
+
+  def name(self, prefix: str = "v") -> Name:
+    self._count += 1
+    return Name(f"{prefix}{self._count}")
+
+  def constant(self, value: Any, prefix: str = "k") -> Name:
+    """A name for a value known now."""
+    name = self._by_id.get(id(value))
+    if name is None:
+      name = self.name(prefix)
+      self.constants[name.text] = value
+      self._by_id[id(value)] = name
+    return name
+
+  def let(self, expression: str, prefix: str = "v") -> Name:
+    """A new name for what an expression gives."""
+    name = self.name(prefix)
+    self.line(f"{name} = {expression}")
+    return name
+
+  def site(self, what: str) -> Name:
+    """A name for this place in the user's code."""
+    line = kernel_ir.source_line(self._eqn) if self._eqn else "the start"
+    return self.constant(machine.Site(what, line), "s")
+
+  def unpack(self, expression: str, count: int) -> list[Name]:
+    """New names for the results that an expression gives."""
+    names = [self.name() for _ in range(count)]
+    targets = "".join(f"{name}, " for name in names)
+    self.line(f"{targets}= {expression}" if names else expression)
+    return names
+
+  # --- programs --------------------------------------------------------------
+
+  def atom(self, var: Any) -> Any:
+    """The name (or literal) of a variable's value."""
+    if isinstance(var, kernel_ir.Literal):
+      return self.literal(var.val, var.aval)
+    return self._env[var]
+
+  def literal(self, value: Any, type_: Any) -> Name:
+    """A name for a number in the program, of the type it has there."""
+    array = np.asarray(value, dtype=type_.dtype)
+    key = (array.dtype, array.shape, array.tobytes())
+    if key not in self._literals:
+      name = self._literals[key] = self.name("k")
+      self.constants[name.text] = array[()]
+    return self._literals[key]
+
+  def atoms(self, variables: Sequence[Any]) -> list[Any]:
+    return [self.atom(v) for v in variables]
+
+  def inline(
+    self, jaxpr: Any, args: Sequence[Any], constants: Sequence[Any] = ()
+  ) -> list[Any]:
+    """Writes a program in place; returns the names of its results."""
+    if not constants and getattr(jaxpr, "consts", None):
+      constants = [
+        self.constant(np.asarray(value)) for value in jaxpr.consts
+      ]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for var, value in zip(jaxpr.constvars, constants, strict=True):
+      self._env[var] = value
+    for var, value in zip(jaxpr.invars, args, strict=True):
+      self._env[var] = value
+    for eqn in jaxpr.eqns:
+      self._eqn = eqn
+      self.equation(eqn)
+    return self.atoms(jaxpr.outvars)
+
+  def bind(self, eqn: Any, values: Sequence[Any]) -> None:
+    for var, value in zip(eqn.outvars, values, strict=True):
+      self._env[var] = value
+
+  def equation(self, eqn: Any) -> None:
+    name = kernel_ir.qualified_name(eqn.primitive)
+    rule = self._rules.get(name)
+    if rule is not None:
+      rule(self, eqn)
+      return
+    self.value(eqn, name)
+
+  def value(self, eqn: Any, name: str) -> None:
+    """An equation that only computes values."""
+    in_types, out_types = kernel_ir.eqn_types(eqn)
+    if any(hasattr(t, "inner_aval") for t in in_types) or eqn.effects:
+      raise errors.UnsupportedError(
+        f"coremesh's simulator does not know the operation {name!r}, at"
+        f" {kernel_ir.source_line(eqn)}. It knows those of the table in"
+        " docs/simulator.md; compile the kernel to check the rest, or interpret"
+        " it with JAX's pltpu.InterpretParams."
+      )
+    rule = self._value_rules.get(name)
+    if rule is None:
+      function = fallback(eqn)
+    else:
+      function = rule(eqn.params, in_types, out_types)
+    operands = ", ".join(map(str, self.atoms(eqn.invars)))
+    call = f"{self.constant(function, 'f')}({operands})"
+    if not eqn.primitive.multiple_results:
+      self.bind(eqn, [self.let(call)])
+      return
+    self.bind(eqn, self.unpack(call, len(eqn.outvars)))
+
+  # --- loops -----------------------------------------------------------------
+
+  def carried(self, values: Sequence[Any]) -> list[Any]:
+    """Names of a loop's state; refs need none, for they do not change."""
+    return [
+      v if self.is_ref(v) else self.let(str(v), "c") for v in values
+    ]
+
+  def assign(self, names: Sequence[Any], values: Sequence[Any]) -> None:
+    """Sets a loop's state for its next round, all at once."""
+    pairs = [
+      (n, v) for n, v in zip(names, values, strict=True) if n != v
+    ]
+    if pairs:
+      left, right = zip(*pairs, strict=True)
+      self.line(f"{', '.join(map(str, left))} = {', '.join(map(str, right))}")
+
+  def is_ref(self, value: Any) -> bool:
+    return not isinstance(value, Name) or value.text in self.refs
+
+  def source(self, arguments: Sequence[str]) -> str:
+    head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
+    # A worker's program is a generator even if it never waits.
+    return "\n".join([head, *self.lines, "  return", "  yield"])
+
+
+def fallback(eqn: Any) -> Callable[..., Any]:
+  """Runs an equation through JAX itself: right, and slow."""
+  function = kernel_ir.rebound(eqn)
+  multiple = eqn.primitive.multiple_results
+
+  def call(*values):
+    results = function(*values)
+    if multiple:
+      return [np.asarray(r) for r in results]
+    return np.asarray(results)
+
+  return call

@@ -1,0 +1,54 @@
+"""What a simulation finds wrong, and the errors it raises."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Literal
+
+from coremesh import errors
+
+type Kind = Literal[
+  "race",
+  "deadlock",
+  "leftover",
+  "unwaited",
+  "out of bounds",
+  "scope",
+  "input written",
+  "negative count",
+  "memory",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+  """One fault of a kernel.
+
+  Attributes:
+    kind: what sort of fault.
+    kernel: the kernel's name.
+    text: who, where, and what to do.
+  """
+
+  kind: Kind
+  kernel: str
+  text: str
+
+  def __str__(self) -> str:
+    return f"[{self.kind}] kernel {self.kernel!r}: {self.text}"
+
+
+class SimulationError(errors.CoreMeshError, RuntimeError):
+  """A simulated kernel did what it must not do on a TPU."""
+
+  def __init__(self, findings: Sequence[Finding]):
+    self.findings = tuple(findings)
+    shown = "\n".join(map(str, self.findings[:_MAX_SHOWN]))
+    more = len(self.findings) - _MAX_SHOWN
+    super().__init__(shown + (f"\n... and {more} more." if more > 0 else ""))
+
+
+class DeadlockError(SimulationError):
+  """All workers wait, and nothing under way could wake one."""
+
+
+_MAX_SHOWN = 8

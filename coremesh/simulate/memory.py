@@ -1,0 +1,330 @@
+"""Memories of the simulated machine: buffers, families of them, and views."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from coremesh.simulate import clocks
+
+_LANES = 128
+_SUBLANES = 8
+
+
+def poison(dtype: np.dtype) -> Any:
+  """What memory holds that nobody wrote: NaN, or the largest integer."""
+  if dtype == np.bool_:
+    return True
+  if dtype.kind in "iu":
+    return np.iinfo(dtype).max
+  if dtype.kind == "c":
+    return complex(np.nan, np.nan)
+  try:
+    return ml_dtypes.finfo(dtype).dtype.type(np.nan)
+  except ValueError:
+    return ml_dtypes.iinfo(dtype).max
+
+
+def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+  """The shape an array takes in a tiled memory: 8 x 128 words of 32 bits."""
+  if len(shape) < 2:
+    return shape
+  rows = _SUBLANES * max(1, 4 // dtype.itemsize)
+  *outer, sublanes, lanes = shape
+  # XLA tiles arrays of few rows in shorter tiles of 1, 2 or 4 sublanes.
+  rows = min(rows, 1 << max(0, sublanes - 1).bit_length())
+  return (*outer, _up(sublanes, rows), _up(lanes, _LANES))
+
+
+def _up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple
+
+
+class Buffer:
+  """One memory of one core (or, in HBM, of one device).
+
+  Attributes:
+    data: its elements, padded to tiles where `shape` does not fill them.
+    shape: what the kernel may address.
+    shadow: who touched which element, None if no other thread can.
+    owner: the worker whose scope it is, None for what all of a device share.
+    entered: the owner's event of entering the scope.
+  """
+
+  __slots__ = (
+    "data",
+    "entered",
+    "family",
+    "owner",
+    "place",
+    "shadow",
+    "shape",
+  )
+
+  def __init__(self, family: "Family", place: tuple[Any, ...]):
+    self.family = family
+    self.place = place
+    self.shape = family.shape
+    self.shadow: clocks.Shadow | None = None
+    self.owner: Any = None
+    self.entered = 0
+    full = family.shape
+    if family.is_tiled:
+      full = padded_shape(family.shape, family.dtype)
+    self.data = np.full(full, poison(family.dtype), family.dtype)
+
+  def fill(self, values: np.ndarray) -> None:
+    """Sets what is inside `shape`."""
+    self.data[tuple(slice(0, n) for n in self.shape)] = values
+
+  def values(self) -> np.ndarray:
+    """What is inside `shape`."""
+    return self.data[tuple(slice(0, n) for n in self.shape)]
+
+  def __str__(self) -> str:
+    return f"{self.family} of {describe(self.place, self.family.axes)}"
+
+
+def describe(place: Sequence[Any], axes: Sequence[Any]) -> str:
+  """A place in words: "device 1, core 0"."""
+  device, *coords = place
+  parts = [f"device {device}"]
+  parts += [f"{a} {c}" for a, c in zip(axes, coords, strict=False)]
+  return ", ".join(parts)
+
+
+@dataclasses.dataclass(eq=False)
+class Family:
+  """The buffers that one ref of a program stands for, one for each core.
+
+  Attributes:
+    name: as in the user's code.
+    space: "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem" or "host".
+    axes: the core axes along which there is one each.
+    is_shared: whether others than the owner's instructions can reach it, so
+      that accesses must be recorded.
+  """
+
+  name: str
+  space: str
+  shape: tuple[int, ...]
+  dtype: Any
+  axes: tuple[Any, ...]
+  is_tiled: bool = False
+  is_shared: bool = False
+  members: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
+
+  def at(self, device: int, coords: Mapping[Any, int]) -> Any:
+    """The member on a core, by its device and coordinates."""
+    place = (device, *(coords[axis] for axis in self.axes))
+    return self.members.get(place)
+
+  def __str__(self) -> str:
+    space = {"semaphore_mem": "semaphore"}.get(self.space, self.space.upper())
+    return f"{space} {self.name!r}"
+
+
+class Semaphore:
+  """A counter with the knowledge of who raised it.
+
+  Attributes:
+    count: its value.
+    signals: amounts not yet taken, each with its sender's clock and line.
+    waiter: the worker blocked on it and the count it needs, or None.
+    arrivals: DMAs under way that will signal it.
+  """
+
+  __slots__ = ("arrivals", "bank", "count", "index", "signals", "waiter")
+
+  def __init__(self, bank: "Bank", index: int):
+    self.bank = bank
+    self.index = index
+    self.count = 0
+    self.signals: list[list[Any]] = []
+    self.waiter: Any = None
+    self.arrivals: list[Any] = []
+
+  def __str__(self) -> str:
+    index = "" if self.bank.family.shape == () else f"[{self._subscript()}]"
+    family = self.bank.family
+    return (
+      f"semaphore {family.name + index!r} of"
+      f" {describe(self.bank.place, family.axes)}"
+    )
+
+  def _subscript(self) -> str:
+    indices = np.unravel_index(self.index, self.bank.family.shape)
+    return ", ".join(str(int(i)) for i in indices)
+
+
+class Bank:
+  """The semaphores that one ref stands for on one core."""
+
+  __slots__ = ("entered", "family", "owner", "place", "semaphores")
+
+  def __init__(self, family: Family, place: tuple[Any, ...]):
+    self.family = family
+    self.place = place
+    self.owner: Any = None
+    self.entered = 0
+    size = int(np.prod(family.shape, dtype=np.int64))
+    self.semaphores = [Semaphore(self, i) for i in range(size)]
+
+
+class Reshape:
+  """A ref seen in another shape."""
+
+  def __init__(self, shape: tuple[int, ...]):
+    self.shape = shape
+
+  def forward(self, array: np.ndarray) -> np.ndarray:
+    return array.reshape(self.shape)
+
+  def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
+    return array.reshape(base.shape)
+
+  # A reshape moves no element, so what was recorded moves alike.
+  forward_records = forward
+
+
+class Transpose:
+  """A ref with its axes permuted."""
+
+  def __init__(self, permutation: tuple[int, ...]):
+    self.permutation = permutation
+    self._inverse = tuple(np.argsort(permutation))
+
+  def forward(self, array: np.ndarray) -> np.ndarray:
+    return array.transpose(self.permutation)
+
+  def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
+    del base
+    return array.transpose(self._inverse)
+
+  forward_records = forward
+
+
+class Bitcast:
+  """A ref whose words are read as another dtype.
+
+  A TPU packs narrow elements along the second last axis (along the only one of
+  a vector): word [i, j] holds elements [r * i + k, j], the first lowest.
+  """
+
+  def __init__(self, dtype: Any):
+    self.dtype = np.dtype(dtype)
+
+  def forward(self, array: np.ndarray) -> np.ndarray:
+    old, new = array.dtype.itemsize, self.dtype.itemsize
+    if old == new:
+      return array.view(self.dtype)
+    if array.ndim == 1:
+      return np.ascontiguousarray(array).view(self.dtype)
+    *outer, rows, lanes = array.shape
+    if old > new:
+      parts = np.ascontiguousarray(array)[..., None].view(self.dtype)
+      moved = np.moveaxis(parts, -1, -2)
+      return moved.reshape(*outer, rows * (old // new), lanes)
+    ratio = new // old
+    parts = array.reshape(*outer, rows // ratio, ratio, lanes)
+    parts = np.ascontiguousarray(np.moveaxis(parts, -2, -1))
+    return parts.view(self.dtype)[..., 0]
+
+  def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
+    return Bitcast(base.dtype).forward(array).reshape(base.shape)
+
+
+class Rows:
+  """A ref indexed by an array, some of whose entries may be ignored.
+
+  Attributes:
+    key: the index, ignored entries replaced by 0.
+    kept: which entries are meant, None for all.
+    axis: the axis of the result that the array stands for.
+  """
+
+  __slots__ = ("axis", "kept", "key")
+
+  def __init__(self, key: tuple[Any, ...], kept: Any, axis: int):
+    self.key = key
+    self.kept = kept
+    self.axis = axis
+
+
+type Step = tuple[Any, ...] | Reshape | Transpose | Bitcast | Rows
+
+
+def read(data: np.ndarray, steps: Sequence[Step]) -> Any:
+  """A copy of a part of a buffer's elements, a numpy scalar if of rank 0."""
+  for step in steps:
+    if type(step) is tuple:
+      data = data[step]
+    elif type(step) is Rows:
+      data = data[step.key]
+    else:
+      data = step.forward(data)
+  return data.copy()
+
+
+def write(data: np.ndarray, steps: Sequence[Step], value: Any) -> None:
+  """Sets a part of a buffer's elements."""
+  if not steps:
+    data[...] = value
+    return
+  step, *rest = steps
+  if type(step) is tuple:
+    if rest:
+      write(data[step], rest, value)
+    else:
+      data[step] = value
+  elif type(step) is Rows:
+    _write_rows(data, step, value)
+  else:
+    seen = step.forward(data)
+    write(seen, rest, value)
+    if not np.may_share_memory(seen, data):
+      data[...] = step.inverse(seen, data)
+
+
+def _write_rows(data: np.ndarray, step: Rows, value: np.ndarray) -> None:
+  if step.kept is None:
+    data[step.key] = value
+    return
+  key, value = kept_rows(step, value)
+  data[key] = value
+
+
+def kept_rows(step: Rows, value: Any) -> tuple[tuple[Any, ...], Any]:
+  """The index and values of a `Rows` without the ignored entries."""
+  if step.kept is None:
+    return step.key, value
+  chosen = np.flatnonzero(step.kept)
+  key = tuple(
+    k.reshape(-1)[chosen] if isinstance(k, np.ndarray) else k for k in step.key
+  )
+  return key, np.take(value, chosen, axis=step.axis)
+
+
+def record_steps(steps: Sequence[Step]) -> list[Any] | None:
+  """The steps by which records of accesses are viewed, None if by none."""
+  kept = []
+  for step in steps:
+    if isinstance(step, Bitcast):
+      return None
+    if isinstance(step, Rows):
+      kept.append(kept_key(step))
+    else:
+      kept.append(step)
+  return kept
+
+
+def kept_key(step: Rows) -> tuple[Any, ...]:
+  """The index of a `Rows` without the ignored entries."""
+  if step.kept is None:
+    return step.key
+  chosen = np.flatnonzero(step.kept)
+  return tuple(
+    k.reshape(-1)[chosen] if isinstance(k, np.ndarray) else k for k in step.key
+  )

@@ -1,0 +1,50 @@
+"""How to simulate: the parameters that choose coremesh's simulator."""
+
+import dataclasses
+from typing import Any, Literal
+
+from coremesh import errors
+from coremesh._compat import kernel_ir
+from coremesh.simulate import launch
+from coremesh.simulate.recorder import Recorder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulatorParams(kernel_ir.KernelSimulator):
+  """Interpret parameters that run a kernel in coremesh's simulator.
+
+  They go wherever `pltpu.InterpretParams` go: `interpret=` of `pl.kernel`,
+  `pl.core_map`, `pl.pallas_call` and `cm.kernel`, and
+  `pltpu.force_tpu_interpret_mode`. Of the fields they inherit, `detect_races`
+  and `random_seed` (the same as `seed`) count.
+
+  Attributes:
+    seed: decides every interleaving; the same seed gives the same run.
+    dma: when a DMA moves its bytes: "late", as late as the waits allow;
+      "early", when it starts; or "random".
+    detect_races: whether to look for data races and for memory touched outside
+      its scope.
+    on_finding: "raise" raises `SimulationError` when the kernel ends; "record"
+      only notes it in the report of `cm.simulation`.
+  """
+
+  seed: int = 0
+  dma: Literal["late", "early", "random"] = "late"
+  detect_races: bool = True
+  on_finding: Literal["raise", "record"] = "raise"
+  recorder: Recorder | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.dma not in ("late", "early", "random"):
+      raise errors.UnsupportedError(
+        f"dma must be 'late', 'early' or 'random'; got {self.dma!r}."
+      )
+    if self.on_finding not in ("raise", "record"):
+      raise errors.UnsupportedError(
+        f"on_finding must be 'raise' or 'record'; got {self.on_finding!r}."
+      )
+
+  def compile_kernel(self, program: Any) -> kernel_ir.HostFunction:
+    """Prepares a kernel to be simulated; see `kernel_ir.KernelSimulator`."""
+    return launch.Launch(program, self)

@@ -1,0 +1,151 @@
+"""A kernel's programs, compiled to Python functions."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+import linecache
+from typing import Any
+
+from coremesh._compat import kernel_ir
+from coremesh.simulate import access, control, effects, emitter, machine
+from coremesh.simulate import lanes, tensor_core, values
+
+_NUMBERS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+  """The program of the workers of one mesh.
+
+  Attributes:
+    function: called with the machine, the worker, and its refs.
+    core_axes: the mesh's axes with their sizes.
+    is_sparse: whether the workers are on SparseCores.
+    source: the Python source, to be read when something goes wrong.
+  """
+
+  function: Callable[..., Iterator[None]]
+  core_axes: Mapping[Any, int]
+  is_sparse: bool
+  source: str
+
+  def start(
+    self, mach: machine.Machine, worker: machine.Worker, refs: Sequence[Any]
+  ) -> Iterator[None]:
+    return self.function(mach, worker, *refs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+  """All programs of a kernel.
+
+  Attributes:
+    parts: one for each mesh.
+    operands: what the programs are given: inputs, outputs, scratch.
+    num_arrays: how many of these are inputs and outputs.
+    aliases: from an output to the input that it is.
+    crosses_devices: whether a program reaches other devices.
+    scoped: the memory that programs allocate themselves.
+  """
+
+  parts: tuple[Part, ...]
+  operands: tuple[emitter.Declaration, ...]
+  num_arrays: int
+  aliases: Mapping[int, int]
+  crosses_devices: bool
+  scoped: tuple[emitter.Declaration, ...]
+
+  def signallers(self, name: str) -> list[str]:
+    """The lines that signal semaphores of a name."""
+    lines = [
+      line
+      for declaration in (*self.operands, *self.scoped)
+      if declaration.name == name
+      for line in declaration.signallers
+    ]
+    return sorted(set(lines))
+
+
+def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
+  """Compiles a kernel.
+
+  Raises:
+    UnsupportedError: it holds an operation that the simulator does not know.
+  """
+  operands = [
+    emitter.declare(_operand_name(kernel, i), var.aval, kernel.meshes[0])
+    for i, var in enumerate(kernel.jaxprs[0].invars)
+  ]
+  core_axes = {
+    axis: size
+    for mesh in kernel.meshes
+    for axis, size in mesh.shape.items()
+  }
+  parts, crosses, scoped = [], False, []
+  for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
+    em = emitter.Emitter(
+      mesh=mesh,
+      device_axes=kernel.device_axes,
+      core_axes=core_axes,
+      rules=RULES,
+      value_rules=VALUE_RULES,
+    )
+    parts.append(_compile_part(em, kernel.name, jaxpr, operands))
+    crosses |= em.crosses_devices
+    scoped += em.scoped
+  return Program(
+    parts=tuple(parts),
+    operands=tuple(operands),
+    num_arrays=len(kernel.in_types) + len(kernel.out_types),
+    aliases=kernel.aliases,
+    crosses_devices=crosses,
+    scoped=tuple(scoped),
+  )
+
+
+def _compile_part(
+  em: emitter.Emitter,
+  name: str,
+  jaxpr: Any,
+  operands: Sequence[emitter.Declaration],
+) -> Part:
+  names = [emitter.Name(f"r{i}_") for i in range(len(operands))]
+  for ref, declaration in zip(names, operands, strict=True):
+    em.refs[ref.text] = declaration
+  em.grid = [
+    (f"w.coords[{em.constant(axis, 'a')}]", str(size))
+    for axis, size in em.mesh.shape.items()
+  ]
+  em.inline(jaxpr, names)
+  source = em.source([ref.text for ref in names])
+  return Part(
+    function=_function(name, source, em.constants),
+    core_axes=dict(em.mesh.shape),
+    is_sparse=type(em.mesh).__name__ != "TensorCoreMesh",
+    source=source,
+  )
+
+
+def _function(name: str, source: str, constants: Mapping[str, Any]) -> Any:
+  file = f"<coremesh simulation {next(_NUMBERS)} of {name}>"
+  # Tracebacks can then show the lines.
+  linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+  namespace = {**HELPERS, **constants}
+  exec(compile(source, file, "exec"), namespace)  # noqa: S102
+  return namespace["program"]
+
+
+def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
+  names = kernel.jaxprs[0].debug_info.arg_names
+  if names is not None and index < len(names) and names[index]:
+    return names[index].removeprefix("args")
+  return f"operand {index}"
+
+
+RULES = {**control.RULES, **effects.RULES}
+VALUE_RULES = {**values.RULES, **lanes.RULES, **tensor_core.RULES}
+HELPERS = {
+  **access.HELPERS,
+  **effects.HELPERS,
+  "Transfer": machine.Transfer,
+}
