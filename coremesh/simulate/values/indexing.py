@@ -73,7 +73,7 @@ def _places(
     starts = np.minimum(np.maximum(indices, 0), room)
     found = list(fixed)
     for number, axis in enumerate(index_map):
-      start = starts[..., number].reshape(*batch, *(1,) * kept)
+      start = starts[..., number].reshape((*batch, *(1,) * kept))
       found[axis] = start + fixed[axis]
     return tuple(found), inside
 
