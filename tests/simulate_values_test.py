@@ -26,6 +26,8 @@ _FLOATS = (_F32, _BF16, _F16, _E4M3, _E5M2)
 _INTS = (_I32, _I16, _I8, _U32, _U8, _I4, _U4)
 _NUMBERS = _FLOATS + _INTS
 _ALL = (*_NUMBERS, _BOOL)
+# One of each way to compute: a kernel of XLA takes 15 ms to compile.
+_SOME = (_F32, _BF16, _E4M3, _I32, _U8, _I4, _BOOL)
 
 # Compiled code runs once: what XLA spends on speed is lost.
 _OPTIONS = {
@@ -213,21 +215,21 @@ def test_a_remainder_has_the_dividends_sign():
 @pytest.mark.parametrize("op", [lax.max, lax.min])
 def test_max_and_min_propagate_nan(op):
   # Either zero is right.
-  _elementwise(op, _ALL, 2, zero_signs=False)
+  _elementwise(op, _SOME, 2, zero_signs=False)
 
 
 @pytest.mark.parametrize("op", [lax.neg, lax.sign, lax.square])
 def test_signs_and_squares_are_exact(op):
-  _elementwise(op, _NUMBERS, 1)
+  _elementwise(op, (*_SOME[:-1], _F16, _U32), 1)
 
 
 def test_an_absolute_value_wraps():
   _elementwise(lax.abs, (*_FLOATS, _I32, _I16, _I8), 1)
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4, 7, -1, -3])
+@pytest.mark.parametrize("exponent", [0, 1, 3, 7, -3])
 def test_an_integer_power_multiplies(exponent):
-  kinds = _FLOATS[:3] if exponent < 0 else (*_FLOATS[:3], _I32, _U8, _I4)
+  kinds = _FLOATS[:3] if exponent < 0 else (*_FLOATS[:2], _I32, _I4)
   # bfloat16 and float16: XLA may round between the products.
   _elementwise(lambda x: lax.integer_pow(x, exponent), kinds, 1, ulps=4)
 
@@ -283,16 +285,18 @@ _ULPS = {
 def test_functions_are_close(name):
   # Near a root the absolute error is what the approximation keeps.
   near = 1e-5 if name in ("lgamma", "digamma") else 0
-  # Of eight bits XLA has no erfc, makes a NaN of logistic's overflow, and takes
-  # long to compile the others.
-  few = name in ("erfc", "logistic", "lgamma", "digamma", "erf_inv")
-  dtypes = _FLOATS[:3] if few else _FLOATS
-  _elementwise(getattr(lax, name), dtypes, 1, ulps=_ULPS[name], near=near)
+  _elementwise(getattr(lax, name), _FLOATS[:3], 1, ulps=_ULPS[name], near=near)
+
+
+@pytest.mark.parametrize("op", [lax.exp, lax.tanh, lax.floor])
+def test_functions_of_eight_bits_round_once(op):
+  # XLA rounds to float16 on the way.
+  _elementwise(op, _FLOATS[3:], 1, ulps=1)
 
 
 @pytest.mark.parametrize("op", [lax.pow, lax.atan2])
 def test_functions_of_two_are_close(op):
-  _elementwise(op, _FLOATS, 2, ulps=8)
+  _elementwise(op, _FLOATS[:3], 2, ulps=8)
 
 
 def test_a_power_may_be_an_integer():
@@ -315,11 +319,11 @@ def test_ties_round_as_asked(method):
   "op", [lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor]
 )
 def test_bits_combine(op):
-  _elementwise(op, (*_INTS, _BOOL), 2)
+  _elementwise(op, (_I32, _U8, _I4, _BOOL), 2)
 
 
 def test_bits_invert():
-  _elementwise(lax.bitwise_not, (*_INTS, _BOOL), 1)
+  _elementwise(lax.bitwise_not, (_I32, _U8, _I4, _BOOL), 1)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +344,7 @@ def test_leading_zeros_are_counted():
 
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_comparisons_are_false_of_nan(name):
-  _elementwise(getattr(lax, name), _ALL, 2)
+  _elementwise(getattr(lax, name), _SOME, 2)
 
 
 @pytest.mark.parametrize("name", ["eq_to_p", "le_to_p", "lt_to_p"])
@@ -361,7 +365,7 @@ def test_neighbours_are_those_of_the_dtype():
 def test_a_selection_takes_the_case(shape):
   which = _random(_BOOL, shape)
   for_each = [
-    [_random(d, shape or (3, 2)), _random(d, shape or (3, 2), 1)] for d in _ALL
+    [_random(d, shape or (3, 2)), _random(d, shape or (3, 2), 1)] for d in _SOME
   ]
   _agree(
     lambda which, pairs: [lax.select_n(which, *pair) for pair in pairs],
@@ -377,9 +381,10 @@ def test_a_selection_takes_the_case(shape):
 # --- casts -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", _ALL, ids=str)
+@pytest.mark.parametrize("target", [*_FLOATS, _I32, *_SOME[4:]], ids=str)
 def test_a_conversion_wraps_saturates_or_rounds(target):
-  _elementwise(lambda x: lax.convert_element_type(x, target), _ALL, 1)
+  sources = (*_SOME, _F16, _E5M2, _U32)
+  _elementwise(lambda x: lax.convert_element_type(x, target), sources, 1)
 
 
 def test_far_floats_saturate_as_integers():
@@ -414,7 +419,7 @@ def test_precision_is_reduced_to_even(kept):
 # --- shape -----------------------------------------------------------------
 
 
-def _on_all(fn, shape, dtypes=(_F32, _BF16, _I4)):
+def _on_all(fn, shape, dtypes=(_BF16, _I4)):
   """Checks `fn` on arrays of the shape and of each dtype."""
   arrays = [_random(dtype, shape) for dtype in dtypes]
   _agree(lambda arrays: [fn(x) for x in arrays], arrays)
@@ -536,11 +541,15 @@ def test_computed_starts_are_held_inside(start):
   _agree(slices, x, update, first, second)
 
 
-_INDEX_MODES = ["clip", "fill", "promise_in_bounds"]
-
-
-@pytest.mark.parametrize("mode", _INDEX_MODES)
-@pytest.mark.parametrize("dtype", [_F32, _BF16, _I4, _U8, _BOOL], ids=str)
+@pytest.mark.parametrize(
+  ("dtype", "mode"),
+  [
+    (_BF16, "clip"),
+    (_I32, "promise_in_bounds"),
+    *((dtype, "fill") for dtype in (_F32, _BF16, _I4, _U8, _BOOL)),
+  ],
+  ids=str,
+)
 def test_gathers_agree(dtype, mode):
   x = _random(dtype, (5, 6, 4))
   i, j = (np.array([[0, 9, 2], [-1, 4, 1]], np.int32) - k for k in (0, 1))
@@ -568,8 +577,11 @@ def test_gathers_agree(dtype, mode):
   _agree(gathers, x, i, j, along)
 
 
-@pytest.mark.parametrize("mode", ["clip", "drop"])
-@pytest.mark.parametrize("dtype", [_F32, _BF16, _I4, _U8], ids=str)
+@pytest.mark.parametrize(
+  ("dtype", "mode"),
+  [(_F32, "clip"), (_BF16, "drop"), (_I4, "clip"), (_U8, "drop")],
+  ids=str,
+)
 def test_scatters_agree(dtype, mode):
   x = _random(dtype, (5, 6, 4))
   i = np.array([0, 9, 2, -1, 4, 2], np.int32)
@@ -605,12 +617,12 @@ def _with_nan(dtype, shape):
   return x
 
 
-@pytest.mark.parametrize("axes", [(), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("axes", [(), (1,), (0, 2)])
 def test_reductions_agree(axes):
-  arrays = [_with_nan(dtype, (2, 3, 4)) for dtype in _ALL]
+  arrays = [_with_nan(dtype, (2, 3, 4)) for dtype in _SOME]
   # lax has no int4 here.
   whole = [_random(dtype, (2, 3, 4)) for dtype in (_I32, _U8, _BOOL)]
-  numbers = [_random(dtype, (2, 3, 4), scale=1) for dtype in _NUMBERS]
+  numbers = [_random(dtype, (2, 3, 4), scale=1) for dtype in _SOME[:-1]]
 
   def exact(arrays, whole):
     return [
@@ -648,7 +660,7 @@ def test_an_empty_axis_gives_the_identity():
 
 @pytest.mark.parametrize("op", [lax.argmax, lax.argmin])
 def test_the_first_of_equals_is_found(op):
-  arrays = [_with_nan(dtype, (2, 3, 4)) for dtype in _ALL]
+  arrays = [_with_nan(dtype, (2, 3, 4)) for dtype in _SOME]
   kinds = (np.int32, np.uint8)
 
   def found(arrays):
@@ -661,28 +673,26 @@ def test_the_first_of_equals_is_found(op):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scans_agree(reverse):
-  numbers = [_random(dtype, (3, 4, 5), scale=1) for dtype in _NUMBERS]
-  floats = [_random(dtype, (3, 4, 5)) for dtype in _FLOATS[:3]]
+  numbers = [_random(dtype, (3, 4, 5), scale=1) for dtype in _SOME[:-1]]
+  numbers = numbers[reverse::2]
+  floats = [_random(dtype, (3, 4, 5)) for dtype in (_F32, _BF16)]
 
   def exact(numbers):
-    return [
-      [lax.cummax(x, 1, reverse) for x in numbers],
-      [lax.cummin(x, 2, reverse) for x in numbers],
-    ]
+    return [[lax.cummax(x, 1, reverse), lax.cummin(x, 2)] for x in numbers]
 
-  def rounded(numbers, floats):
-    return [
-      [lax.cumsum(x, 0, reverse) for x in numbers],
-      [lax.cumprod(x, 1, reverse) for x in numbers],
-      [lax.cumlogsumexp(x, 2, reverse) for x in floats],
-    ]
+  def rounded(numbers):
+    return [[lax.cumsum(x, 0, reverse), lax.cumprod(x, 1)] for x in numbers]
 
   _agree(exact, numbers, zero_signs=False)
   # As for reductions.
-  _agree(rounded, numbers, floats, ulps=4, near=0.25, zero_signs=False)
-  x = floats[0]
-  _agree(lambda x: lax.cumsum(x, 1, reverse), x, near=1e-5)
-  _agree(lambda x: lax.cumlogsumexp(x, 1, reverse), x, near=1e-5)
+  _agree(rounded, numbers, ulps=4, near=0.25, zero_signs=False)
+  _agree(lambda x: lax.cumsum(x, 1, reverse), floats[0], near=1e-5)
+  _agree(
+    lambda xs: [lax.cumlogsumexp(x, 1, reverse) for x in xs],
+    floats,
+    ulps=2,
+    near=1e-5,
+  )
 
 
 # --- dot -------------------------------------------------------------------
@@ -702,7 +712,7 @@ _DOTS = [
 @pytest.mark.parametrize(("contracting", "batch", "left", "right"), _DOTS)
 def test_products_of_matrices_agree(contracting, batch, left, right):
   outs = {_I8: _I32, _U8: _U32, _I4: _I32, _I16: _I32, _BF16: _F32}
-  kinds = (_F32, _BF16, _F16, _E4M3, _E5M2, _I32, _U32, _I16, _I8, _U8)
+  kinds = (_F32, _BF16, _E4M3, _I32, _I8, _U8)
   pairs = [(_random(d, left), _random(d, right, 1)) for d in kinds]
 
   def products(pairs):
@@ -741,7 +751,7 @@ def _with_ties(dtype, shape):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sorts_are_stable_with_nan_last(axis):
-  arrays = [_with_ties(dtype, (9, 12)) for dtype in _ALL]
+  arrays = [_with_ties(dtype, (9, 12)) for dtype in _SOME]
 
   def sorts(arrays):
     found = []
@@ -756,7 +766,7 @@ def test_sorts_are_stable_with_nan_last(axis):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_largest_are_in_the_total_order(axis):
-  arrays = [_with_ties(dtype, (9, 12)) for dtype in _NUMBERS[:-2]]
+  arrays = [_with_ties(dtype, (9, 12)) for dtype in _SOME[:5]]
   _agree(lambda arrays: [lax.top_k(x, 4, axis=axis) for x in arrays], arrays)
 
 

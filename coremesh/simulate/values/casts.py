@@ -30,7 +30,7 @@ def conversion(source: np.dtype, target: np.dtype) -> Function:
   if dtypes.issubdtype(source, np.complexfloating):
     if dtypes.issubdtype(target, np.complexfloating):
       return operator.methodcaller("astype", target)
-    part = conversion(np.zeros((), source).real.dtype, target)
+    part = conversion(np.dtype(f"f{source.itemsize // 2}"), target)
     return lambda x: part(x.real)
   if target == np.bool_:
     widen = widener(source)

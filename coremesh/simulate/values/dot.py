@@ -74,13 +74,12 @@ def _dot_general(params, in_avals, out_avals):
   )
   depth = math.prod(left[axis] for axis in contracting[0])
   dtypes_in = [aval.dtype for aval in in_avals]
-  working = _working_dtype(*dtypes_in, depth)
+  working = _working_dtype(dtypes_in[0], dtypes_in[1], depth)
   widen_left, widen_right = (_to(dtype, working) for dtype in dtypes_in)
   narrow = _from(working, out_avals[0].dtype)
   shape = out_avals[0].shape
 
   def dot(x, y):
-    # The sizes first: a view of few bytes is cheaper to copy.
     product = np.matmul(to_left(widen_left(x)), to_right(widen_right(y)))
     return narrow(product).reshape(shape)
 

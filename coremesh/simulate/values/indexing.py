@@ -125,12 +125,12 @@ def _gather(params, in_avals, out_avals):
   )
   order = _order(numbers.offset_dims, len(out_avals[0].shape))
   fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-  fill = _fill_value(params["fill_value"], dtype) if fills else None
+  fill = _fill_value(params["fill_value"], dtype)
   spread = (*batch, *(1,) * len(numbers.offset_dims))
 
   def gather(x, indices):
     found, inside = places(indices)
-    result = x[found]
+    result: np.ndarray = x[found]
     if fills and not inside.all():
       result = np.where(inside.reshape(spread), result, fill)
     return result.transpose(order)[()]
