@@ -30,7 +30,8 @@ def _masked_scan(ufunc: np.ufunc, neutral: Callable[[np.dtype], Any]) -> Rule:
   """The rule of a running `ufunc` over the lanes that a mask allows.
 
   Lanes before the first allowed one pass through; the docstring says so of
-  `cummax`, and `cumsum` lowers to the same operation, which leaves them open.
+  `cummax`, and `cumsum` lowers to the same operation, whose description leaves
+  them open.
   A later lane that is masked off holds the result so far.
   """
 
@@ -131,14 +132,17 @@ def _masked_sort(params, in_avals, out_avals) -> Function:
 def _check_same_kind(old_dtype: Any, new_dtype: Any, *, name: str) -> None:
   if packing.is_floating(old_dtype) != packing.is_floating(new_dtype):
     raise NotImplementedError(
-      f"The simulator's plsc.{name} converts floats to floats or integers to"
-      f" integers; got {old_dtype} and preferred_element_type={new_dtype}."
-      " Convert with astype before or after it."
+      f"plsc.{name} converts floats to floats or integers to integers; got"
+      f" {old_dtype} and preferred_element_type={new_dtype}, which libtpu"
+      " refuses as well. Convert with astype before or after it."
     )
 
 
 def _pack(params, in_avals, out_avals) -> Function:
-  """Two vectors as one of half the width: floats round, integers truncate."""
+  """Two vectors as one of half the width: floats round, integers truncate.
+
+  libtpu packs int32 with `pack.i.b32.b16`, which moves bits.
+  """
   (out,) = out_avals
   _check_same_kind(in_avals[0].dtype, out.dtype, name="pack")
   interleaved = params["format"] == plsc.PackFormat.INTERLEAVED
@@ -156,8 +160,8 @@ def _pack(params, in_avals, out_avals) -> Function:
 def _unpack(params, in_avals, out_avals) -> Function:
   """Undoes `_pack`.
 
-  Integers extend by their sign, unsigned ones too: the lowering hands the
-  compiler integers without a sign and leaves `unsigned_integers` unset.
+  Integers extend by their sign, unsigned ones too: the lowering hands on
+  integers without a sign, and libtpu emits `unpack.i.l.s16.s32` for uint16.
   """
   out = out_avals[0]
   _check_same_kind(in_avals[0].dtype, out.dtype, name="unpack")
