@@ -189,11 +189,15 @@ _VIEWS = (
 
 
 def _elementwise(op, dtypes, count, **how):
-  """Checks `op` on all dtypes in one compilation, and at all ranks."""
+  """Checks `op` on all dtypes in one compilation, and at other ranks.
+
+  All ranks for the first dtype; rank 0, which has rules of its own, for all.
+  """
   cases = [_operands(dtype, count) for dtype in dtypes]
   expected = _compiled(lambda cases: [op(*case) for case in cases], cases)
   for operands, result in zip(cases, expected, strict=True):
-    for number, view in enumerate(_VIEWS):
+    views = _VIEWS if operands is cases[0] else _VIEWS[:2]
+    for number, view in enumerate(views):
       viewed = [view(x) for x in operands]
       [found] = _by_rules(op, *viewed)
       what = f"{operands[0].dtype}, view {number}"
@@ -262,6 +266,19 @@ def test_polynomials_follow_horner():
   _agree(lambda x: 1 - jnp.tanh(x) ** 2, x, ulps=8, near=1e-6)
 
 
+def test_what_derivatives_are_made_of_agrees():
+  def made(x):
+    return [
+      primitives.one_minus_square_p.bind(x),
+      primitives.add_jaxvals_p.bind(x, x),
+      x.at[np.array([1, 1])].subtract(x[:2]),
+      lax.empty((2, 3), x.dtype),
+    ]
+
+  # XLA may fuse the product and the sum.
+  _agree(made, _random(_F32, (3, 4)), ulps=2)
+
+
 @pytest.mark.parametrize("dtype", [_I32, _U32, _I8, _U8])
 def test_the_high_half_of_a_product(dtype):
   _agree(lax.mulhi, *_operands(dtype, 2))
@@ -285,18 +302,18 @@ _ULPS = {
 def test_functions_are_close(name):
   # Near a root the absolute error is what the approximation keeps.
   near = 1e-5 if name in ("lgamma", "digamma") else 0
-  _elementwise(getattr(lax, name), _FLOATS[:3], 1, ulps=_ULPS[name], near=near)
+  _elementwise(getattr(lax, name), _FLOATS[:2], 1, ulps=_ULPS[name], near=near)
 
 
 @pytest.mark.parametrize("op", [lax.exp, lax.tanh, lax.floor])
-def test_functions_of_eight_bits_round_once(op):
+def test_functions_of_narrow_floats_round_once(op):
   # XLA rounds to float16 on the way.
-  _elementwise(op, _FLOATS[3:], 1, ulps=1)
+  _elementwise(op, _FLOATS[2:], 1, ulps=1)
 
 
 @pytest.mark.parametrize("op", [lax.pow, lax.atan2])
 def test_functions_of_two_are_close(op):
-  _elementwise(op, _FLOATS[:3], 2, ulps=8)
+  _elementwise(op, _FLOATS[:2], 2, ulps=8)
 
 
 def test_a_power_may_be_an_integer():
@@ -330,7 +347,7 @@ def test_bits_invert():
   "op", [lax.shift_left, lax.shift_right_logical, lax.shift_right_arithmetic]
 )
 def test_shifts_by_the_width_or_more_leave_zero_or_sign(op):
-  _elementwise(op, _INTS, 2)
+  _elementwise(op, (_I32, _I8, _U32, _U8, _I4), 2)
 
 
 def test_ones_are_counted():
@@ -383,7 +400,7 @@ def test_a_selection_takes_the_case(shape):
 
 @pytest.mark.parametrize("target", [*_FLOATS, _I32, *_SOME[4:]], ids=str)
 def test_a_conversion_wraps_saturates_or_rounds(target):
-  sources = (*_SOME, _F16, _E5M2, _U32)
+  sources = (*_SOME, _F16, _U32)
   _elementwise(lambda x: lax.convert_element_type(x, target), sources, 1)
 
 
@@ -617,7 +634,7 @@ def _with_nan(dtype, shape):
   return x
 
 
-@pytest.mark.parametrize("axes", [(), (1,), (0, 2)])
+@pytest.mark.parametrize("axes", [(1,), (0, 2)])
 def test_reductions_agree(axes):
   arrays = [_with_nan(dtype, (2, 3, 4)) for dtype in _SOME]
   # lax has no int4 here.
@@ -641,11 +658,12 @@ def test_reductions_agree(axes):
 
   _agree(exact, arrays, whole, zero_signs=False)
   # XLA adds in another order, and may round bfloat16 between.
-  _agree(rounded, numbers, ulps=4, near=0.25 if axes else 0)
+  _agree(rounded, numbers, ulps=4, near=0.25)
 
 
 def test_sums_of_float32_are_close():
   x = _random(_F32, (33, 65))
+  _agree(lambda x: [lax.reduce_sum(x, ()), lax.reduce_max(x, ())], x)
   _agree(lambda x: [lax.reduce_sum(x, (0,)), jnp.sum(x)], x, near=1e-4)
   _agree(lambda x: jnp.sum(x, dtype=jnp.float32), x.astype(_BF16), near=1e-4)
 
