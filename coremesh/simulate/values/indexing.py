@@ -103,6 +103,32 @@ def _fill_value(value, dtype: np.dtype):
   return np.asarray(np.nan).astype(dtype)
 
 
+def _taken_axis(numbers, sizes, shape) -> int | None:
+  """The operand's axis that np.take can gather along, if that is all."""
+  if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+    return None
+  [axis] = numbers.start_index_map
+  whole = [*shape[:axis], 1, *shape[axis + 1 :]]
+  alone = tuple(numbers.collapsed_slice_dims) == (axis,)
+  return axis if alone and list(sizes) == whole else None
+
+
+def _take(axis: int, size: int, order: list[int], batch_rank: int) -> Function:
+  """The gather along one axis, with `order` of [*batch, *window]."""
+  # np.take leaves the batch at the axis, not at the front.
+  moved = [*range(axis, axis + batch_rank), *range(axis)]
+  moved += range(axis + batch_rank, len(order))
+  order = [moved[place] for place in order]
+
+  def take(x, indices):
+    # First to a dtype that holds the size: indices may be uint8.
+    starts = indices[..., 0].astype(np.intp)
+    starts = np.minimum(np.maximum(starts, 0), size - 1)
+    return x.take(starts, axis).transpose(order)
+
+  return take
+
+
 def _gather(params, in_avals, out_avals):
   numbers, mode = params["dimension_numbers"], params["mode"]
   _check_mode(mode)
@@ -127,6 +153,10 @@ def _gather(params, in_avals, out_avals):
   fills = mode == lax.GatherScatterMode.FILL_OR_DROP
   fill = _fill_value(params["fill_value"], dtype)
   spread = (*batch, *(1,) * len(numbers.offset_dims))
+
+  axis = _taken_axis(numbers, params["slice_sizes"], shape)
+  if axis is not None and not fills and shape[axis] and order:
+    return _take(axis, shape[axis], order, len(batch))
 
   def gather(x, indices):
     found, inside = places(indices)
