@@ -151,10 +151,10 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
 
 
 def source_line(eqn: Any) -> str:
-  """Where in the user's code an equation comes from, "file.py:12 (name)"."""
+  """Where in the user's code an equation is, "file.py:12 (name)", or ""."""
   frame = _source_info_util.user_frame(eqn.source_info.traceback)
   if frame is None:
-    return "an unknown line"
+    return ""
   file = frame.file_name.rsplit("/", 1)[-1]
   return f"{file}:{frame.start_line} ({frame.function_name})"
 

@@ -8,7 +8,7 @@ and the reads since, as FastTrack does for variables (Flanagan and Freund, PLDI
 2009), so that two accesses are compared exactly where they meet.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -68,12 +68,12 @@ class Access:
 
 
 class Records:
-  """Accesses by number, equal ones once; sets of reads by number."""
+  """Accesses by number, equal ones once; sets of them by number."""
 
   def __init__(self):
-    # Number 0 is no access at all, and the empty set of reads.
+    # Number 0 is no access at all, and the empty set.
     self.accesses: list[Any] = [None]
-    self.read_sets: list[tuple[int, ...]] = [()]
+    self.sets: list[tuple[int, ...]] = [()]
     self._numbers: dict[Any, int] = {}
     self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
 
@@ -90,13 +90,23 @@ class Records:
   def set_number(self, members: tuple[int, ...]) -> int:
     number = self._set_numbers.get(members)
     if number is None:
-      number = self._set_numbers[members] = len(self.read_sets)
-      self.read_sets.append(members)
+      number = self._set_numbers[members] = len(self.sets)
+      self.sets.append(members)
     return number
+
+  def follows(self, number: int, clock: Clock) -> bool:
+    """Whether an access happened before what `clock` knows."""
+    access = self.accesses[number]
+    return reaches(clock, access.thread, access.event)
 
 
 class Shadow:
-  """The last write, and the reads since, of each element of one memory."""
+  """The last write, and the reads since, of each element of one memory.
+
+  Both are numbers of sets of accesses. Workers may write the same values to
+  one place in any order: such writes are one set, and a read must follow one of
+  them.
+  """
 
   __slots__ = ("_records", "reads", "writes")
 
@@ -113,49 +123,63 @@ class Shadow:
     Returns:
       The writes it races with.
     """
-    raced = [
-      a for a in self._present(writes) if not reaches(clock, a.thread, a.event)
-    ]
+    records, raced = self._records, []
+    for old in _distinct(writes):
+      members = records.sets[old]
+      if members and not any(records.follows(m, clock) for m in members):
+        raced.append(records.accesses[members[-1]])
     first = reads.flat[0] if reads.size else 0
     if reads.size and (reads == first).all():
-      reads[...] = self._with_read(int(first), number, clock)
+      reads[...] = self._with(int(first), number, clock)
     else:
       for old in np.unique(reads):
-        reads[reads == old] = self._with_read(int(old), number, clock)
+        reads[reads == old] = self._with(int(old), number, clock)
     return raced
 
   def write(
-    self, writes: np.ndarray, reads: np.ndarray, number: int, clock: Clock
+    self,
+    writes: np.ndarray,
+    reads: np.ndarray,
+    number: int,
+    clock: Clock,
+    changes: Callable[[], bool] = lambda: True,
   ) -> list[Access]:
-    """Notes a write; returns the reads and writes it races with."""
-    accesses = self._records.accesses
-    before = list(self._present(writes))
-    before += [
-      accesses[member]
-      for old in _distinct(reads)
-      for member in self._records.read_sets[old]
+    """Notes a write; returns the reads and writes it races with.
+
+    Args:
+      writes, reads: views of what it writes to.
+      number: of the access.
+      clock: of who writes.
+      changes: whether the write changes any value; asked if it races.
+    """
+    records = self._records
+    old_writes = _distinct(writes)
+    raced = [
+      m
+      for old in {*old_writes, *_distinct(reads)}
+      for m in records.sets[old]
+      if not records.follows(m, clock)
     ]
-    writes[...] = number
+    if raced and not changes():
+      for old in old_writes:
+        writes[writes == old] = records.set_number(
+          (*records.sets[old], number)
+        )
+      return []
+    writes[...] = records.set_number((number,))
     reads[...] = 0
-    return [a for a in before if not reaches(clock, a.thread, a.event)]
+    return [records.accesses[m] for m in raced]
 
-  def _present(self, writes: np.ndarray) -> Iterator[Access]:
-    accesses = self._records.accesses
-    return (accesses[n] for n in _distinct(writes) if n)
-
-  def _with_read(self, old: int, number: int, clock: Clock) -> int:
+  def _with(self, old: int, number: int, clock: Clock) -> int:
     """The set of reads with one more, and without those it follows."""
-    members = self._records.read_sets[old]
+    records = self._records
+    members = records.sets[old]
     if members == (number,):
       return old
-    accesses = self._records.accesses
     kept = [
-      m
-      for m in members
-      if m != number
-      and not reaches(clock, accesses[m].thread, accesses[m].event)
+      m for m in members if m != number and not records.follows(m, clock)
     ]
-    return self._records.set_number((*kept, number))
+    return records.set_number((*kept, number))
 
 
 def _distinct(numbers: np.ndarray) -> list[int]:

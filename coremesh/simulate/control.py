@@ -10,7 +10,7 @@ from coremesh.simulate import emitter, memory
 
 def _call(em: emitter.Emitter, eqn: Any) -> None:
   jaxpr = kernel_ir.custom_call_jaxpr(eqn)
-  count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
+  count = len(jaxpr.invars)
   args = em.atoms(eqn.invars)
   em.bind(eqn, em.inline(jaxpr, args[len(args) - count :]))
 

@@ -127,7 +127,7 @@ class Emitter:
     self._count = 0
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
-    self._eqn: Any = None
+    self._line = "the kernel's start"
 
   # --- text ------------------------------------------------------------------
 
@@ -166,8 +166,7 @@ class Emitter:
 
   def site(self, what: str) -> Name:
     """A name for this place in the user's code."""
-    line = kernel_ir.source_line(self._eqn) if self._eqn else "the start"
-    return self.constant(machine.Site(what, line), "s")
+    return self.constant(machine.Site(what, self._line), "s")
 
   def unpack(self, expression: str, count: int) -> list[Name]:
     """New names for the results that an expression gives."""
@@ -201,16 +200,15 @@ class Emitter:
   ) -> list[Any]:
     """Writes a program in place; returns the names of its results."""
     if not constants and getattr(jaxpr, "consts", None):
-      constants = [
-        self.constant(np.asarray(value)) for value in jaxpr.consts
-      ]
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for var, value in zip(jaxpr.constvars, constants, strict=True):
-      self._env[var] = value
-    for var, value in zip(jaxpr.invars, args, strict=True):
+      constants = [self.constant(np.asarray(value)) for value in jaxpr.consts]
+    # Constants that are operands of the equation come before the others.
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    for var, value in zip(variables, [*constants, *args], strict=True):
       self._env[var] = value
     for eqn in jaxpr.eqns:
-      self._eqn = eqn
+      # What JAX wrote itself, such as a pipeline's copies, has no line of its
+      # own: it belongs to the last that the user wrote.
+      self._line = kernel_ir.source_line(eqn) or self._line
       self.equation(eqn)
     return self.atoms(jaxpr.outvars)
 
@@ -232,7 +230,7 @@ class Emitter:
     if any(hasattr(t, "inner_aval") for t in in_types) or eqn.effects:
       raise errors.UnsupportedError(
         f"coremesh's simulator does not know the operation {name!r}, at"
-        f" {kernel_ir.source_line(eqn)}. It knows those of the table in"
+        f" {self._line}. It knows those of the table in"
         " docs/simulator.md; compile the kernel to check the rest, or interpret"
         " it with JAX's pltpu.InterpretParams."
       )

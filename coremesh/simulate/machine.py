@@ -137,7 +137,7 @@ class Transfer:
   is_done: bool = False
 
   def __str__(self) -> str:
-    return f"DMA started by {self.starter} ({self.site})"
+    return f"a DMA of {self.starter}"
 
 
 class Meeting:
@@ -291,7 +291,7 @@ class Machine:
     buffer.entered = worker.event if self.races else 0
     if buffer.shadow is not None:
       number = self._number(worker, site, "enter")
-      buffer.shadow.writes[...] = number
+      buffer.shadow.writes[...] = self.records.set_number((number,))
 
   def leave(self, worker: Worker, buffer: memory.Buffer, site: Site) -> None:
     """The owner leaves the scope: after, nobody may touch the buffer."""
@@ -312,7 +312,7 @@ class Machine:
     """A value read by a worker's own instruction."""
     if buffer.shadow is not None:
       self._note(
-        buffer, steps, self._number(worker, site, "read"), worker.clock, False
+        buffer, steps, self._number(worker, site, "read"), worker.clock
       )
     return memory.read(buffer.data, steps)
 
@@ -327,7 +327,11 @@ class Machine:
     """A value written by a worker's own instruction."""
     if buffer.shadow is not None:
       self._note(
-        buffer, steps, self._number(worker, site, "write"), worker.clock, True
+        buffer,
+        steps,
+        self._number(worker, site, "write"),
+        worker.clock,
+        lambda: memory.changes(buffer.data, steps, value),
       )
     memory.write(buffer.data, steps, value)
 
@@ -336,24 +340,27 @@ class Machine:
       worker.thread, int(worker.clock[worker.thread]), site, kind, worker
     )
 
-  def _note(self, buffer, steps, number, clock, is_write) -> None:
+  def _note(self, buffer, steps, number, clock, changes=None) -> None:
+    """Notes an access, a write if `changes` tells what it would change."""
     shadow = buffer.shadow
     writes, reads = shadow.writes, shadow.reads
     for step in steps:
       if type(step) is not tuple:
-        self._note_by_index(buffer, steps, number, clock, is_write)
+        self._note_by_index(buffer, steps, number, clock, changes)
         return
       base = writes, reads
       writes, reads = writes[step], reads[step]
       if writes.__class__ is not np.ndarray:  # One element: keep it a view.
         step = tuple(slice(i, i + 1) for i in step)
         writes, reads = base[0][step], base[1][step]
-    note = shadow.write if is_write else shadow.read
-    raced = note(writes, reads, number, clock)
+    if changes is None:
+      raced = shadow.read(writes, reads, number, clock)
+    else:
+      raced = shadow.write(writes, reads, number, clock, changes)
     if raced:
       self._report_races(buffer, raced, number)
 
-  def _note_by_index(self, buffer, steps, number, clock, is_write) -> None:
+  def _note_by_index(self, buffer, steps, number, clock, changes) -> None:
     shadow = buffer.shadow
     flat = np.arange(shadow.writes.size).reshape(shadow.writes.shape)
     for step in steps:
@@ -368,8 +375,10 @@ class Machine:
     flat = np.reshape(flat, -1)
     all_writes, all_reads = shadow.writes.reshape(-1), shadow.reads.reshape(-1)
     writes, reads = all_writes[flat], all_reads[flat]
-    note = shadow.write if is_write else shadow.read
-    raced = note(writes, reads, number, clock)
+    if changes is None:
+      raced = shadow.read(writes, reads, number, clock)
+    else:
+      raced = shadow.write(writes, reads, number, clock, changes)
     all_writes[flat], all_reads[flat] = writes, reads
     if raced:
       self._report_races(buffer, raced, number)
@@ -477,7 +486,11 @@ class Machine:
         worker.acquire(self._atomic_clocks[buffer.family])
       part = (tuple(slice(i, i + 1) for i in key),)
       self._note(
-        buffer, part, self._number(worker, site, "write"), worker.clock, True
+        buffer,
+        part,
+        self._number(worker, site, "write"),
+        worker.clock,
+        lambda: True,
       )
       self._atomic_clocks[buffer.family] = worker.release()
     buffer.data[key] = old + value
@@ -626,7 +639,7 @@ class Machine:
     """The first half of a DMA: it reads, and its read semaphore is raised."""
     transfer.data = memory.read(transfer.src.data, transfer.src_steps)
     if transfer.src.shadow is not None:
-      self._note_transfer(transfer, transfer.src, transfer.src_steps, False)
+      self._note_transfer(transfer, transfer.src, transfer.src_steps, None)
     if transfer.src_sem is not None:
       self._arrive(transfer, transfer.src_sem)
 
@@ -641,7 +654,15 @@ class Machine:
       transfer.clock = transfer.clock.copy()
       transfer.clock[transfer.thread] = transfer.event
     if transfer.dst.shadow is not None:
-      self._note_transfer(transfer, transfer.dst, transfer.dst_steps, True)
+      self._note_transfer(
+        transfer,
+        transfer.dst,
+        transfer.dst_steps,
+        lambda: transfer.add
+        or memory.changes(
+          transfer.dst.data, transfer.dst_steps, transfer.data
+        ),
+      )
     _place(transfer)
     src, dst = transfer.src, transfer.dst
     link = (src.family.space, src.place[0], dst.family.space, dst.place[0])
@@ -657,12 +678,12 @@ class Machine:
     by = (transfer, transfer.site)
     self._raise(semaphore, transfer.num_bytes, clock, by)
 
-  def _note_transfer(self, transfer, buffer, steps, is_write) -> None:
-    kind = "write" if is_write else "read"
+  def _note_transfer(self, transfer, buffer, steps, changes) -> None:
+    kind = "read" if changes is None else "write"
     number = self.records.number(
       transfer.thread, transfer.event, transfer.site, kind, transfer
     )
-    self._note(buffer, steps, number, transfer.clock, is_write)
+    self._note(buffer, steps, number, transfer.clock, changes)
 
 
 def _place(transfer: Transfer) -> None:

@@ -307,17 +307,11 @@ def kept_rows(step: Rows, value: Any) -> tuple[tuple[Any, ...], Any]:
   return key, np.take(value, chosen, axis=step.axis)
 
 
-def record_steps(steps: Sequence[Step]) -> list[Any] | None:
-  """The steps by which records of accesses are viewed, None if by none."""
-  kept = []
-  for step in steps:
-    if isinstance(step, Bitcast):
-      return None
-    if isinstance(step, Rows):
-      kept.append(kept_key(step))
-    else:
-      kept.append(step)
-  return kept
+def changes(data: np.ndarray, steps: Sequence[Step], value: Any) -> bool:
+  """Whether writing a value would change any bit."""
+  old = np.asarray(read(data, steps))
+  new = np.broadcast_to(np.asarray(value, old.dtype), old.shape)
+  return old.tobytes() != new.tobytes()
 
 
 def kept_key(step: Rows) -> tuple[Any, ...]:

@@ -1,7 +1,10 @@
 """How to simulate: the parameters that choose coremesh's simulator."""
 
+import contextlib
 import dataclasses
 from typing import Any, Literal
+
+import jax
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
@@ -48,3 +51,9 @@ class SimulatorParams(kernel_ir.KernelSimulator):
   def compile_kernel(self, program: Any) -> kernel_ir.HostFunction:
     """Prepares a kernel to be simulated; see `kernel_ir.KernelSimulator`."""
     return launch.Launch(program, self)
+
+
+def reset() -> None:
+  """Keeps the error of one kernel from being raised again by the next."""
+  with contextlib.suppress(Exception):
+    jax.effects_barrier()
