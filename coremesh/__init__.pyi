@@ -59,3 +59,9 @@ from .shapes import Like as Like
 from .shapes import VmemSlab as VmemSlab
 from .shapes import like as like
 from .shapes import vmem_slab as vmem_slab
+from .simulate.findings import DeadlockError as DeadlockError
+from .simulate.findings import Finding as Finding
+from .simulate.findings import SimulationError as SimulationError
+from .simulate.params import SimulatorParams as SimulatorParams
+from .simulate.session import KernelRun as KernelRun
+from .simulate.session import Simulation as Simulation

@@ -234,11 +234,9 @@ class Kernel:
     if place.is_simulated:
       num_cores = next(iter(self.cores.values()))
       if barriers:
-        places.check_waiting(self.name, num_cores)
-      interpret = places.interpret_params(
-        self.interpret, num_cores=num_cores, place=place
-      )
-      if collective_id is not None:
+        places.check_waiting(self.name, num_cores, place)
+      interpret = places.interpret_params(num_cores=num_cores, place=place)
+      if collective_id is not None and place.uses_jax_interpreter:
         collective_id = places.interpreter_collective_id(collective_id)
     return dict(
       jaxprs=jaxprs,

@@ -11,13 +11,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from coremesh import _compat, chips, errors, topology
+from coremesh.simulate.params import SimulatorParams, reset
+from coremesh.simulate.session import Simulation
 
-_SPARSE_CORE_ON_CPU = (
+_SPARSE_CORE_IN_JAX = (
   "Kernel {name!r} runs on SparseCore subcores, which JAX's TPU interpret"
-  " mode simulates wrongly: every subcore believes it is subcore 0. It cannot"
-  " run on a CPU yet. Compile it instead, which needs no TPU:"
-  ' mesh = chip.device_mesh(..., on="compiler"), then'
-  " cm.compile(fn, *args) with fn a jax.shard_map over that mesh."
+  " mode simulates wrongly: every subcore believes it is subcore 0. Leave"
+  " `interpret` out, or pass cm.SimulatorParams(): coremesh's simulator runs it."
 )
 
 # XLA's CPU client keeps at most 32 computations of a device in flight, and the
@@ -32,7 +32,9 @@ class Place:
 
   Attributes:
     chip: what it is traced for.
-    is_simulated: on CPU devices, by JAX's TPU interpret mode.
+    is_simulated: on CPU devices.
+    params: how, None if it is not simulated: coremesh's `SimulatorParams`, or
+      the `pltpu.InterpretParams` of JAX's own interpreter.
     knows_chip: whether JAX's tracer knows the chip without being told.
     is_plain_mesh: in a mesh of plain CPU devices, not `chip.device_mesh`'s;
       JAX cannot be told of a chip there.
@@ -42,8 +44,14 @@ class Place:
   chip: chips.Chip
   is_simulated: bool
   knows_chip: bool
+  params: pltpu.InterpretParams | None = None
   is_plain_mesh: bool = False
   num_processes: int = 1
+
+  @property
+  def uses_jax_interpreter(self) -> bool:
+    """Whether JAX's own interpreter runs the kernel, not coremesh's simulator."""
+    return self.is_simulated and not isinstance(self.params, SimulatorParams)
 
   def tracing_context(self) -> Any:
     """A context in which Pallas sees the chip."""
@@ -86,10 +94,17 @@ def find(interpret: Any) -> Place:
   return Place(
     chip=chip or chips.chip(),
     is_simulated=is_simulated,
+    params=_params(interpret) if is_simulated else None,
     knows_chip=chip is not None,
     is_plain_mesh=chip is None and not mesh.empty,
     num_processes=_num_processes(mesh),
   )
+
+
+def _params(interpret: Any) -> pltpu.InterpretParams:
+  if isinstance(interpret, pltpu.InterpretParams):
+    return interpret
+  return _compat.forced_interpret_params() or SimulatorParams()
 
 
 def _default_device() -> jax.sharding.AbstractDevice:
@@ -118,14 +133,16 @@ def check(name: str, meshes: Sequence[Any], place: Place) -> None:
 
   Raises:
     ChipError: more cores than the chip has, or a mesh without a core count.
-    UnsupportedError: SparseCores, or several processes, on a CPU.
+    UnsupportedError: several processes on a CPU, or SparseCores in JAX's
+      interpreter.
   """
   for mesh in meshes:
     _check_mesh(name, mesh, place.chip)
   if not place.is_simulated:
     return
-  if any(not isinstance(m, pltpu.TensorCoreMesh) for m in meshes):
-    raise errors.UnsupportedError(_SPARSE_CORE_ON_CPU.format(name=name))
+  is_sparse = any(not isinstance(m, pltpu.TensorCoreMesh) for m in meshes)
+  if is_sparse and place.uses_jax_interpreter:
+    raise errors.UnsupportedError(_SPARSE_CORE_IN_JAX.format(name=name))
   if place.num_processes > 1:
     raise errors.UnsupportedError(
       f"Kernel {name!r} runs over a device mesh of {place.num_processes}"
@@ -166,14 +183,14 @@ def _check_mesh(name: str, mesh: Any, chip: chips.Chip) -> None:
     )
 
 
-def check_waiting(name: str, num_cores: int) -> None:
-  """Checks that the simulated cores of all devices can wait for one another.
+def check_waiting(name: str, num_cores: int, place: Place) -> None:
+  """Checks that cores in JAX's interpreter can wait for one another.
 
   Raises:
     UnsupportedError: JAX's CPU runtime has too few threads, so that a barrier
       would never end.
   """
-  if num_cores == 1:
+  if num_cores == 1 or not place.uses_jax_interpreter:
     return  # The devices' own threads do.
   devices = max(1, jax.sharding.get_abstract_mesh().size)
   have = topology.num_simulation_threads()
@@ -194,75 +211,82 @@ def check_waiting(name: str, num_cores: int) -> None:
     )
 
 
-def interpret_params(
-  interpret: Any, *, num_cores: int, place: Place
-) -> pltpu.InterpretParams:
-  """How JAX's interpreter should run a kernel of `num_cores` TensorCores.
-
-  Fresh memory holds NaN and each DMA happens as late as it may, so that a
-  kernel that reads too early shows it.
-  """
-  base = interpret if isinstance(interpret, pltpu.InterpretParams) else None
-  base = base or _compat.forced_interpret_params() or _default_params()
+def interpret_params(*, num_cores: int, place: Place) -> pltpu.InterpretParams:
+  """How a kernel of `num_cores` cores a device should be interpreted there."""
+  assert place.params is not None
+  if not place.uses_jax_interpreter:
+    return place.params
+  base = place.params
   if place.is_plain_mesh:  # Padding needs the size of the chip's tiles.
     base = dataclasses.replace(base, buffer_bounds="logical")
   return dataclasses.replace(base, num_cores_or_threads=num_cores)
 
 
-def _default_params(**changes: Any) -> pltpu.InterpretParams:
-  # Blocks at the edge of an array are copied whole, as on a TPU, whose arrays
-  # are padded to tiles.
-  return pltpu.InterpretParams(buffer_bounds="padded", **changes)
-
-
 @contextlib.contextmanager
 def simulation(
   *,
+  seed: int = 0,
   races: bool = True,
-  dma: Literal["late", "early"] = "late",
-) -> Iterator[None]:
-  """Runs the kernels called inside in JAX's TPU interpret mode, checked.
+  dma: Literal["late", "early", "random"] = "late",
+  on_finding: Literal["raise", "record"] = "raise",
+) -> Iterator[Simulation]:
+  """Runs the kernels called inside in coremesh's simulator, and notes them.
+
+  coremesh's kernels, and those of plain `pl.kernel`, `pl.core_map` and
+  `pl.pallas_call` that are made inside the `with`, run on simulated devices.
 
   Args:
-    races: detect data races by happens-before; a race raises, at the latest
-      on exit, `jax.errors.JaxRuntimeError` with what JAX's interpreter knows of
-      both accesses.
-    dma: when a DMA moves its bytes: as late as the waits allow, or at once.
+    seed: decides every interleaving of cores and DMAs; the same seed gives the
+      same run.
+    races: look for data races and for memory touched outside its scope.
+    dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
+      random.
+    on_finding: "raise" raises `SimulationError` when a kernel ends that did
+      what it must not; "record" only notes it in the findings of the run. A
+      deadlock or an index out of bounds raises all the same.
+
+  Yields:
+    A `Simulation`: what was run and found.
 
   Raises:
-    UnsupportedError: another value of `dma`.
+    SimulationError, DeadlockError: at the latest on exit.
+    UnsupportedError: another value of an argument.
 
   Example:
-    with cm.simulation(races=True):
+    with cm.simulation(seed=3) as run:
       y = swap(x)
+    print(run.findings)
   """
-  modes = {"late": "on_wait", "early": "eager"}
-  if dma not in modes:
-    raise errors.UnsupportedError(
-      f"dma must be 'late' or 'early'; got {dma!r}."
-    )
-  params = _default_params(detect_races=races, dma_execution_mode=modes[dma])
+  session = Simulation()
+  params = SimulatorParams(
+    seed=seed,
+    dma=dma,
+    detect_races=races,
+    on_finding=on_finding,
+    session=session,
+  )
   try:
     with pltpu.force_tpu_interpret_mode(params):
-      yield
+      yield session
       jax.effects_barrier()  # What went wrong inside is raised by its end.
-  except ExceptionGroup as group:  # One for each device that it concerns.
-    _forget_failed_kernels()
-    errors_found = sorted(group.exceptions, key=lambda e: _RACE not in str(e))
-    raise errors_found[0] from group
-  except BaseException:
-    _forget_failed_kernels()
-    raise
+  except BaseException as error:
+    reset()
+    fault = _fault_of(session, error)
+    if fault is None:
+      raise
+    raise fault from error
 
 
-def _forget_failed_kernels() -> None:
-  """Keeps the error of one kernel from being raised again by the next."""
-  with contextlib.suppress(Exception):
-    jax.effects_barrier()
-  pltpu.reset_tpu_interpret_mode_state()
+def _fault_of(session: Simulation, error: BaseException) -> Exception | None:
+  """What a kernel of the session did wrong, if that is what was raised.
+
+  JAX wraps what a kernel raises in an error of its own, as text.
+  """
+  errors_of_jax = (jax.errors.JaxRuntimeError, ExceptionGroup)
+  is_from_kernel = isinstance(error, errors_of_jax)
+  return session.error() if is_from_kernel else None
 
 
-_RACE = "RACE DETECTED"
 _INTERPRETER_IDS: dict[int, int] = {}
 _INTERPRETER_IDS_LOCK = threading.Lock()
 

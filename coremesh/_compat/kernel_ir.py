@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -150,13 +151,17 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
   return str(space), mesh
 
 
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+
 def source_line(eqn: Any) -> str:
   """Where in the user's code an equation is, "file.py:12 (name)", or ""."""
-  frame = _source_info_util.user_frame(eqn.source_info.traceback)
-  if frame is None:
-    return ""
-  file = frame.file_name.rsplit("/", 1)[-1]
-  return f"{file}:{frame.start_line} ({frame.function_name})"
+  frames = _source_info_util.user_frames(eqn.source_info.traceback)
+  for frame in frames:
+    if not frame.file_name.startswith(_PACKAGE):
+      file = frame.file_name.rsplit("/", 1)[-1]
+      return f"{file}:{frame.start_line} ({frame.function_name})"
+  return ""
 
 
 def eqn_types(eqn: Any) -> tuple[list[Any], list[Any]]:

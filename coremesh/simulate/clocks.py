@@ -63,7 +63,7 @@ class Access:
   thread: int
   event: int
   site: Any
-  kind: str  # "read", "write", "enter" or "leave"
+  kind: str  # "read", "write", "add", "enter" or "leave"
   who: Any
 
 
@@ -94,6 +94,10 @@ class Records:
       self.sets.append(members)
     return number
 
+  def are_adds(self, members: tuple[int, ...]) -> bool:
+    """Whether a set is one of additions."""
+    return bool(members) and self.accesses[members[0]].kind == "add"
+
   def follows(self, number: int, clock: Clock) -> bool:
     """Whether an access happened before what `clock` knows."""
     access = self.accesses[number]
@@ -105,7 +109,8 @@ class Shadow:
 
   Both are numbers of sets of accesses. Workers may write the same values to
   one place in any order: such writes are one set, and a read must follow one of
-  them.
+  them. They may add to one place in any order as well, for a DMA adds each
+  element in one piece; a read must follow all of these.
   """
 
   __slots__ = ("_records", "reads", "writes")
@@ -126,14 +131,17 @@ class Shadow:
     records, raced = self._records, []
     for old in _distinct(writes):
       members = records.sets[old]
-      if members and not any(records.follows(m, clock) for m in members):
-        raced.append(records.accesses[members[-1]])
+      missed = [m for m in members if not records.follows(m, clock)]
+      all_needed = records.are_adds(members)
+      if missed and (all_needed or len(missed) == len(members)):
+        raced.append(records.accesses[missed[-1]])
     first = reads.flat[0] if reads.size else 0
     if reads.size and (reads == first).all():
       reads[...] = self._with(int(first), number, clock)
     else:
-      for old in np.unique(reads):
-        reads[reads == old] = self._with(int(old), number, clock)
+      before = reads.copy()
+      for old in np.unique(before):
+        reads[before == old] = self._with(int(old), number, clock)
     return raced
 
   def write(
@@ -154,6 +162,8 @@ class Shadow:
     """
     records = self._records
     old_writes = _distinct(writes)
+    if records.are_adds((number,)):
+      return self._add(writes, reads, number, clock)
     raced = [
       m
       for old in {*old_writes, *_distinct(reads)}
@@ -161,14 +171,29 @@ class Shadow:
       if not records.follows(m, clock)
     ]
     if raced and not changes():
+      before = writes.copy()
       for old in old_writes:
-        writes[writes == old] = records.set_number(
-          (*records.sets[old], number)
-        )
+        joint = (*records.sets[old], number)
+        writes[before == old] = records.set_number(joint)
       return []
     writes[...] = records.set_number((number,))
     reads[...] = 0
     return [records.accesses[m] for m in raced]
+
+  def _add(self, writes, reads, number, clock) -> list[Access]:
+    """Notes an addition, which races with all but other additions."""
+    records, raced = self._records, []
+    for old in _distinct(reads):
+      raced += records.sets[old]
+    before = writes.copy()
+    for old in _distinct(before):
+      members = records.sets[old]
+      adds = records.are_adds(members)
+      raced += () if adds else members
+      kept = [m for m in members if adds and not records.follows(m, clock)]
+      writes[before == old] = records.set_number((*kept, number))
+    reads[...] = 0
+    return [records.accesses[m] for m in raced if not records.follows(m, clock)]
 
   def _with(self, old: int, number: int, clock: Clock) -> int:
     """The set of reads with one more, and without those it follows."""
@@ -176,9 +201,7 @@ class Shadow:
     members = records.sets[old]
     if members == (number,):
       return old
-    kept = [
-      m for m in members if m != number and not records.follows(m, clock)
-    ]
+    kept = [m for m in members if m != number and not records.follows(m, clock)]
     return records.set_number((*kept, number))
 
 

@@ -59,9 +59,7 @@ def _scan(em: emitter.Emitter, eqn: Any) -> None:
   i = em.name("i")
   with em.block(f"for {i} in {order}:"):
     slices = [em.let(f"{a}[{i}]") for a in arrays]
-    results = em.inline(
-      eqn.params["jaxpr"], [*constants, *state, *slices]
-    )
+    results = em.inline(eqn.params["jaxpr"], [*constants, *state, *slices])
     new_state, rows = kernel_ir.scan_results(eqn, results)
     for array, row in zip(stacked, rows, strict=True):
       em.line(f"{array}[{i}] = {row}")
@@ -80,9 +78,7 @@ def _parallel_loop(em: emitter.Emitter, eqn: Any) -> None:
   i = em.name("i")
   with em.block(f"for {i} in {order}:"):
     index = em.let(f"np.int32({i})")
-    results = em.inline(
-      eqn.params["jaxpr"], [index, *state], list(constants)
-    )
+    results = em.inline(eqn.params["jaxpr"], [index, *state], list(constants))
     em.assign(state, results)
   em.bind(eqn, state)
 
@@ -124,9 +120,9 @@ def _pipeline_body(em: emitter.Emitter, eqn: Any) -> None:
     eqn, em.atoms(eqn.invars)
   )
   outer = em.grid
-  em.grid = [
-    (index, outer[i][1]) for i, index in enumerate(indices)
-  ] + outer[len(indices) :]
+  em.grid = [(index, outer[i][1]) for i, index in enumerate(indices)] + outer[
+    len(indices) :
+  ]
   args = leaves if eqn.params["_explicit_indices"] else []
   em.inline(eqn.params["jaxpr"], [*args, *refs], constants)
   em.grid = outer

@@ -232,8 +232,10 @@ def _target(
     for axis, index in device_id.items():
       changes |= _along(em, axis, index)
   elif isinstance(device_id, tuple | list):
-    axes = [*em.device_axes, *(em.core_axes if len(device_id) > len(
-      em.device_axes) else ())]
+    axes = [
+      *em.device_axes,
+      *(em.core_axes if len(device_id) > len(em.device_axes) else ()),
+    ]
     changes = dict(zip(axes, map(_number, device_id), strict=True))
   elif device_id is not None:
     em.crosses_devices = True
@@ -251,7 +253,9 @@ def _target(
     number = "0"
     for axis, size in em.device_axes.items():
       own = f"w.device_coords[{em.constant(axis, 'a')}]"
-      number = f"({number}) * {size} + m.along({changes.get(axis, own)}, {size})"
+      number = (
+        f"({number}) * {size} + m.along({changes.get(axis, own)}, {size})"
+      )
     device = number
   return f"({device}, {_coords(em, changes, core_index)})"
 

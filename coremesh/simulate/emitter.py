@@ -250,15 +250,11 @@ class Emitter:
 
   def carried(self, values: Sequence[Any]) -> list[Any]:
     """Names of a loop's state; refs need none, for they do not change."""
-    return [
-      v if self.is_ref(v) else self.let(str(v), "c") for v in values
-    ]
+    return [v if self.is_ref(v) else self.let(str(v), "c") for v in values]
 
   def assign(self, names: Sequence[Any], values: Sequence[Any]) -> None:
     """Sets a loop's state for its next round, all at once."""
-    pairs = [
-      (n, v) for n, v in zip(names, values, strict=True) if n != v
-    ]
+    pairs = [(n, v) for n, v in zip(names, values, strict=True) if n != v]
     if pairs:
       left, right = zip(*pairs, strict=True)
       self.line(f"{', '.join(map(str, left))} = {', '.join(map(str, right))}")

@@ -51,4 +51,10 @@ class DeadlockError(SimulationError):
   """All workers wait, and nothing under way could wake one."""
 
 
+def error_of(found: Sequence[Finding]) -> SimulationError:
+  """The error that findings are raised as."""
+  is_deadlock = any(f.kind == "deadlock" for f in found)
+  return (DeadlockError if is_deadlock else SimulationError)(found)
+
+
 _MAX_SHOWN = 8

@@ -11,8 +11,14 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import findings, machine, memory, program, recorder
-from coremesh.simulate import schedule
+from coremesh.simulate import (
+  findings,
+  machine,
+  memory,
+  program,
+  schedule,
+  session,
+)
 
 _ENTRY = machine.Site("its start", "the kernel's start")
 _EXIT = machine.Site("its end", "the kernel's end")
@@ -97,12 +103,13 @@ class Launch:
         run.execute()
     except findings.SimulationError:
       pass  # All it holds is among the machine's findings.
-    if params.recorder is not None:
-      params.recorder.add(
-        recorder.KernelRun(
+    if params.session is not None:
+      params.session.add(
+        session.KernelRun(
           kernel=self._kernel.name,
-          num_devices=len(arrays),
+          devices=tuple(arrays),
           num_workers=len(mach.workers),
+          seed=params.seed,
           findings=tuple(mach.findings),
           bytes_moved=mach.bytes_moved,
           seconds=time.perf_counter() - start,
@@ -110,9 +117,7 @@ class Launch:
       )
     stopped = not run.has_ended
     if mach.findings and (stopped or params.on_finding == "raise"):
-      is_deadlock = any(f.kind == "deadlock" for f in mach.findings)
-      kind = findings.DeadlockError if is_deadlock else findings.SimulationError
-      raise kind(mach.findings)
+      raise findings.error_of(mach.findings)
     return run.results()
 
 
@@ -203,9 +208,7 @@ class _Run:
           worker.clock[other.thread] = max(worker.clock[other.thread], 1)
 
   def _refs(self, worker: machine.Worker) -> list[Any]:
-    return [
-      self._mach.own(worker, family, _ENTRY) for family in self._families
-    ]
+    return [self._mach.own(worker, family, _ENTRY) for family in self._families]
 
   def execute(self) -> None:
     """Runs to the end, and looks at what is left."""
@@ -260,7 +263,9 @@ class _Run:
     """The outputs of each device."""
     num_in = len(self._kernel.in_types)
     outs = self._families[num_in : num_in + len(self._kernel.out_types)]
-    return {device: list(self._outputs(device, outs)) for device in self._arrays}
+    return {
+      device: list(self._outputs(device, outs)) for device in self._arrays
+    }
 
   def _outputs(self, device: int, outs: Any) -> Iterator[np.ndarray]:
     for family, type_ in zip(outs, self._kernel.out_types, strict=True):

@@ -50,6 +50,7 @@ class Worker:
     "device_coords",
     "machine",
     "mesh_index",
+    "mxu",
     "need",
     "prng",
     "program",
@@ -71,6 +72,7 @@ class Worker:
     self.blocked_at: Any = None
     self.need = 0
     self.prng: Any = None
+    self.mxu: Any = None
 
   def __str__(self) -> str:
     return memory.describe(
@@ -260,7 +262,7 @@ class Machine:
       text = str(fmt).format(*values)
     except (IndexError, KeyError, ValueError):
       text = f"{fmt} {list(values)}"
-    print(f"[{worker}] {text}", flush=True)  # noqa: T201
+    print(f"[{worker}] {text}", flush=True)
 
   # --- findings --------------------------------------------------------------
 
@@ -658,9 +660,11 @@ class Machine:
         transfer,
         transfer.dst,
         transfer.dst_steps,
-        lambda: transfer.add
-        or memory.changes(
-          transfer.dst.data, transfer.dst_steps, transfer.data
+        lambda: (
+          transfer.add
+          or memory.changes(
+            transfer.dst.data, transfer.dst_steps, transfer.data
+          )
         ),
       )
     _place(transfer)
@@ -679,7 +683,7 @@ class Machine:
     self._raise(semaphore, transfer.num_bytes, clock, by)
 
   def _note_transfer(self, transfer, buffer, steps, changes) -> None:
-    kind = "read" if changes is None else "write"
+    kind = "read" if changes is None else "add" if transfer.add else "write"
     number = self.records.number(
       transfer.thread, transfer.event, transfer.site, kind, transfer
     )

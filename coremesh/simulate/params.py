@@ -9,7 +9,7 @@ import jax
 from coremesh import errors
 from coremesh._compat import kernel_ir
 from coremesh.simulate import launch
-from coremesh.simulate.recorder import Recorder
+from coremesh.simulate.session import Simulation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,20 @@ class SimulatorParams(kernel_ir.KernelSimulator):
     detect_races: whether to look for data races and for memory touched outside
       its scope.
     on_finding: "raise" raises `SimulationError` when the kernel ends; "record"
-      only notes it in the report of `cm.simulation`.
+      only notes it in `session`. What ends a kernel raises all the same.
+    session: where to note what was run, None for nowhere.
   """
 
   seed: int = 0
   dma: Literal["late", "early", "random"] = "late"
   detect_races: bool = True
   on_finding: Literal["raise", "record"] = "raise"
-  recorder: Recorder | None = None
+  session: Simulation | None = None
 
   def __post_init__(self):
     super().__post_init__()
+    if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+      raise errors.UnsupportedError(f"seed must be an int; got {self.seed!r}.")
     if self.dma not in ("late", "early", "random"):
       raise errors.UnsupportedError(
         f"dma must be 'late', 'early' or 'random'; got {self.dma!r}."

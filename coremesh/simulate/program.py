@@ -4,11 +4,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import linecache
+import re
 from typing import Any
 
 from coremesh._compat import kernel_ir
-from coremesh.simulate import access, control, effects, emitter, machine
-from coremesh.simulate import lanes, tensor_core, values
+from coremesh.simulate import (
+  access,
+  control,
+  effects,
+  emitter,
+  lanes,
+  machine,
+  stateful,
+  tensor_core,
+  values,
+)
 
 _NUMBERS = itertools.count()
 
@@ -77,9 +87,7 @@ def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
     for i, var in enumerate(kernel.jaxprs[0].invars)
   ]
   core_axes = {
-    axis: size
-    for mesh in kernel.meshes
-    for axis, size in mesh.shape.items()
+    axis: size for mesh in kernel.meshes for axis, size in mesh.shape.items()
   }
   parts, crosses, scoped = [], False, []
   for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
@@ -131,21 +139,31 @@ def _function(name: str, source: str, constants: Mapping[str, Any]) -> Any:
   # Tracebacks can then show the lines.
   linecache.cache[file] = (len(source), None, source.splitlines(True), file)
   namespace = {**HELPERS, **constants}
-  exec(compile(source, file, "exec"), namespace)  # noqa: S102
+  exec(compile(source, file, "exec"), namespace)
   return namespace["program"]
 
 
 def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
-  names = kernel.jaxprs[0].debug_info.arg_names
-  if names is not None and index < len(names) and names[index]:
-    return names[index].removeprefix("args")
-  return f"operand {index}"
+  """What the user calls an operand: `x_hbm`, or "input 0" if it has no name."""
+  names = kernel.jaxprs[0].debug_info.arg_names or ()
+  name = names[index] if index < len(names) else ""
+  if by_key := re.search(r"\['(\w+)'\]((\[\d+\])*)$", name):
+    return by_key[1] + by_key[2]
+  if name and not name.startswith(("args", "refs")):
+    return name
+  num_in, num_out = len(kernel.in_types), len(kernel.out_types)
+  if index < num_in:
+    return f"input {index}"
+  if index < num_in + num_out:
+    return f"output {index - num_in}"
+  return f"scratch {index - num_in - num_out}"
 
 
-RULES = {**control.RULES, **effects.RULES}
+RULES = {**control.RULES, **effects.RULES, **stateful.RULES}
 VALUE_RULES = {**values.RULES, **lanes.RULES, **tensor_core.RULES}
 HELPERS = {
   **access.HELPERS,
   **effects.HELPERS,
+  **stateful.HELPERS,
   "Transfer": machine.Transfer,
 }

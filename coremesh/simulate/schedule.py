@@ -103,9 +103,5 @@ def _who_could(on, waiting, signallers) -> list[str]:
       return ["no line of the kernel signals it"]
     return [f"signalled by {place}" for place in places[:4]]
   blocked = set(map(id, waiting))
-  absent = [
-    w
-    for w in waiting
-    if w.blocked_on is not on and id(w) in blocked
-  ]
+  absent = [w for w in waiting if w.blocked_on is not on and id(w) in blocked]
   return [f"{w} is at {w.blocked_at}" for w in absent[:2]]
