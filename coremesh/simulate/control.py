@@ -105,6 +105,22 @@ def _allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
   return ref
 
 
+def _empty_ref(em: emitter.Emitter, eqn: Any) -> None:
+  site = em.site("empty_ref")
+  ref = _allocate(em, "empty_ref", eqn.outvars[0].aval, site)
+  em.bind(eqn, [ref])
+
+
+def _free_ref(em: emitter.Emitter, eqn: Any) -> None:
+  (ref,) = em.atoms(eqn.invars)
+  em.line(f"m.free(w, {ref}, {em.site('free_ref')})")
+  em.bind(eqn, [])
+
+
+def _touch(em: emitter.Emitter, eqn: Any) -> None:
+  em.bind(eqn, em.atoms(eqn.invars)[: len(eqn.outvars)])
+
+
 def _pipeline(em: emitter.Emitter, eqn: Any) -> None:
   sizes = dict(em.mesh.shape) if em.mesh is not None else {}
   jaxpr = kernel_ir.expanded_pipeline(eqn, sizes)
@@ -173,6 +189,9 @@ RULES = {
   "scan": _scan,
   "sc.parallel_loop": _parallel_loop,
   "pallas.run_scoped": _run_scoped,
+  "empty_ref": _empty_ref,
+  "free_ref": _free_ref,
+  "tpu.touch": _touch,
   "pipeline.emit_pipeline": _pipeline,
   "pipeline.pipeline_body": _pipeline_body,
   "pallas.program_id": _program_id,

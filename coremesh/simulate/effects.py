@@ -305,6 +305,17 @@ def _signal(em: emitter.Emitter, eqn: Any) -> None:
 
 
 def _reached(em, part: access.Part, target: str | None, site: Any) -> Any:
+  missing = [
+    axis
+    for axis in part.declaration.axes
+    if axis not in em.mesh.shape
+    and f"{em.constant(axis, 'a')}: " not in (target or "")
+  ]
+  if missing:
+    raise errors.AxisError(
+      f"{em.constants[str(site)]}: {part.declaration.name!r} is on the cores of"
+      f" {part.declaration.mesh}: device_id must name {missing}."
+    )
   if target is None:
     return part.name
   part.declaration.is_shared = True

@@ -63,16 +63,27 @@ class Declaration:
       axes=self.axes,
       is_tiled=self.is_tiled,
       is_shared=self.is_shared,
+      mesh=self.mesh,
     )
 
 
-def declare(name: str, ref_type: Any, mesh: Any) -> Declaration:
-  """The declaration of a ref that a worker of `mesh` is given."""
+def declare(
+  name: str, ref_type: Any, mesh: Any, *, is_array: bool = False
+) -> Declaration:
+  """The declaration of a ref that a worker of `mesh` is given.
+
+  Args:
+    name: what the user calls it.
+    ref_type: its type.
+    mesh: the mesh of the worker.
+    is_array: whether it holds an input or output of the kernel, which is one
+      array of the device, wherever it is kept.
+  """
   space, mesh = kernel_ir.place_of_type(ref_type, mesh)
   axes = tuple(mesh.shape) if mesh is not None else ("core",)
   is_semaphore = kernel_ir.is_semaphore_type(ref_type)
-  if space in ("hbm", "host"):
-    axes = axes if is_semaphore else ()
+  if not is_semaphore and (is_array or space in ("hbm", "host")):
+    axes = ()
   elif space == "vmem_shared":
     axes = axes[:1]
   is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
@@ -84,7 +95,7 @@ def declare(name: str, ref_type: Any, mesh: Any) -> Declaration:
     axes=axes,
     type=ref_type,
     is_tiled=space == "hbm" or (space == "vmem" and not is_sparse),
-    is_shared=space in ("hbm", "host", "vmem_shared"),
+    is_shared=is_array or space in ("hbm", "host", "vmem_shared"),
     is_semaphore=is_semaphore,
     mesh=mesh,
   )

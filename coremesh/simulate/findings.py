@@ -16,6 +16,7 @@ type Kind = Literal[
   "input written",
   "negative count",
   "memory",
+  "barrier reuse",
 ]
 
 
@@ -27,11 +28,14 @@ class Finding:
     kind: what sort of fault.
     kernel: the kernel's name.
     text: who, where, and what to do.
+    is_warning: whether it may go well on a TPU, depending on what ran before;
+      a warning is noted, and not raised.
   """
 
   kind: Kind
   kernel: str
   text: str
+  is_warning: bool = False
 
   def __str__(self) -> str:
     return f"[{self.kind}] kernel {self.kernel!r}: {self.text}"

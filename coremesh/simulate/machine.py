@@ -49,6 +49,7 @@ class Worker:
     "device",
     "device_coords",
     "machine",
+    "mesh",
     "mesh_index",
     "mxu",
     "need",
@@ -62,6 +63,7 @@ class Worker:
     self.machine = machine
     self.device = device
     self.mesh_index = mesh_index
+    self.mesh: Any = None
     self.device_coords: Mapping[Any, int] = {}
     self.coords: Mapping[Any, int] = {}
     self.thread = machine.threads.add(self)
@@ -164,6 +166,10 @@ class Machine:
     dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
       random.
     races: whether to look for data races.
+
+  Attributes:
+    meets: the signals of barrier semaphores, which outlive the kernel: who,
+      which, what was known, and where.
   """
 
   def __init__(
@@ -193,6 +199,7 @@ class Machine:
     self._atomic_clocks: dict[memory.Family, clocks.Clock] = {}
     self.findings: list[findings.Finding] = []
     self.bytes_moved: Counter[tuple[Any, ...]] = Counter()
+    self.meets: list[tuple[Worker, memory.Semaphore, clocks.Clock, Site]] = []
     self._seen: set[Any] = set()
     self._credit = 0
 
@@ -206,8 +213,7 @@ class Machine:
       family = self.families[key] = declaration.family()
       for other in self.workers:
         if other.mesh_index == worker.mesh_index:
-          bank = self.own(other, family, Site("barrier", ""))
-          bank.owner = None
+          self.member(other.device, other.coords, family)
     return family.at(worker.device, worker.coords)
 
   def meeting(self, worker: Worker) -> Meeting:
@@ -266,13 +272,22 @@ class Machine:
 
   # --- findings --------------------------------------------------------------
 
-  def report(self, kind: findings.Kind, text: str, key: Any = None) -> None:
+  def report(
+    self,
+    kind: findings.Kind,
+    text: str,
+    key: Any = None,
+    *,
+    is_warning: bool = False,
+  ) -> None:
     """Notes a fault, once for each `key`."""
     key = (kind, text if key is None else key)
     if key not in self._seen:
       self._seen.add(key)
       self.findings.append(
-        findings.Finding(kind=kind, kernel=self.kernel, text=text)
+        findings.Finding(
+          kind=kind, kernel=self.kernel, text=text, is_warning=is_warning
+        )
       )
 
   def stop(self, kind: findings.Kind, text: str) -> Any:
@@ -287,13 +302,13 @@ class Machine:
     if self.races:
       buffer.shadow = clocks.Shadow(buffer.data.shape, self.records)
 
-  def enter(self, worker: Worker, buffer: memory.Buffer, site: Site) -> None:
-    """The owner of a buffer enters its scope: before, nobody may touch it."""
-    buffer.owner = worker
-    buffer.entered = worker.event if self.races else 0
-    if buffer.shadow is not None:
+  def enter(self, worker: Worker, member: Any, site: Site) -> None:
+    """The owner of a memory enters its scope: before, nobody may touch it."""
+    member.owner = worker
+    member.entered = worker.event
+    if isinstance(member, memory.Buffer) and member.shadow is not None:
       number = self._number(worker, site, "enter")
-      buffer.shadow.writes[...] = self.records.set_number((number,))
+      member.shadow.writes[...] = self.records.set_number((number,))
 
   def leave(self, worker: Worker, buffer: memory.Buffer, site: Site) -> None:
     """The owner leaves the scope: after, nobody may touch the buffer."""
@@ -327,6 +342,8 @@ class Machine:
     site: Site,
   ) -> None:
     """A value written by a worker's own instruction."""
+    if buffer.is_input:
+      self._report_input(buffer, worker, site)
     if buffer.shadow is not None:
       self._note(
         buffer,
@@ -414,6 +431,15 @@ class Machine:
       )
       self.report("race", text, key)
 
+  def _report_input(self, buffer, who, site) -> None:
+    self.report(
+      "input written",
+      f"{who}: {site} writes to {buffer}, an input of the kernel, which its"
+      " caller still holds. Write to an output, or let an output be that input"
+      " with input_output_aliases.",
+      (id(site), buffer.family.name),
+    )
+
   def allocate(self, worker: Worker, declaration: Any, site: Site) -> Any:
     """A worker's own memory or semaphores of a scope it enters."""
     count = self._entries[(declaration, worker)]
@@ -429,21 +455,32 @@ class Machine:
     """A worker's member of a family, made at need; a family if it has none."""
     if any(axis not in worker.coords for axis in family.axes):
       return family
-    place = (worker.device, *(worker.coords[axis] for axis in family.axes))
+    member = self.member(worker.device, worker.coords, family)
+    is_private = family.space not in ("hbm", "host", "vmem_shared")
+    if (
+      is_private
+      and member.owner is None
+      and worker.mesh == family.mesh
+      and not family.outlives_kernel
+    ):
+      self.enter(worker, member, site)
+    return member
+
+  def member(
+    self, device: int, coords: Mapping[Any, int], family: memory.Family
+  ) -> Any:
+    """The member of a family on a core, made at need."""
+    place = (device, *(coords[axis] for axis in family.axes))
     member = family.members.get(place)
-    if member is not None:
-      return member
-    is_bank = family.dtype is None
-    member = (memory.Bank if is_bank else memory.Buffer)(family, place)
-    family.members[place] = member
-    if is_bank:
-      self.banks.append(member)
-      member.owner, member.entered = worker, worker.event
-    else:
-      if family.is_shared:
-        self.share(member)
-      if family.space not in ("hbm", "host", "vmem_shared"):
-        self.enter(worker, member, site)
+    if member is None:
+      if family.dtype is None:
+        member = memory.Bank(family, place)
+        self.banks.append(member)
+      else:
+        member = memory.Buffer(family, place)
+        if family.is_shared:
+          self.share(member)
+      family.members[place] = member
     return member
 
   def free(self, worker: Worker, member: Any, site: Site) -> None:
@@ -461,6 +498,8 @@ class Machine:
         "scope", f"{worker}: {site} must say which {missing} in device_id."
       )
     member = family.at(device, coords)
+    if member is None and family.outlives_kernel:
+      return self.member(device, coords, family)
     if member is None:
       place = (device, *(coords[axis] for axis in family.axes))
       return self.stop(
@@ -481,6 +520,8 @@ class Machine:
     site: Site,
   ) -> Any:
     """Adds to an element of another subcore's memory, all at once."""
+    if buffer.is_input:
+      self._report_input(buffer, worker, site)
     old = buffer.data[key]
     if buffer.shadow is not None:
       # Atomic operations are ordered among each other.
@@ -515,8 +556,12 @@ class Machine:
             " owner has entered the kernel. Meet in a barrier first, or signal"
             " the barrier semaphore, which outlives kernels.",
             (id(site), "signal"),
+            is_warning=True,  # Its counter is there, and 0 if none ran before.
           )
-      self._raise(semaphore, amount, worker.release(), (worker, site))
+      clock = worker.release()
+      if owner is None:
+        self.meets.append((worker, semaphore, clock, site))
+      self._raise(semaphore, amount, clock, (worker, site))
     else:
       self._raise(semaphore, amount, None, (worker, site))
     return self.switches()
@@ -649,6 +694,8 @@ class Machine:
     """The second half: it writes, and its write semaphore is raised."""
     if transfer.data is None:
       self.fetch(transfer)
+    if transfer.dst.is_input:
+      self._report_input(transfer.dst, transfer, transfer.site)
     self.pending.pop(transfer, None)
     transfer.is_done = True
     if self.races:

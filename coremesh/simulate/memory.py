@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,18 @@ def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   return (*outer, _up(sublanes, rows), _up(lanes, _LANES))
 
 
+def num_bytes(shape: tuple[int, ...], dtype: np.dtype, *, tiled: bool) -> int:
+  """Bytes that an array takes in a memory, narrow elements packed."""
+  bits = 8 * dtype.itemsize
+  if dtype.kind == "V" and dtype.itemsize == 1:  # Of ml_dtypes.
+    try:
+      bits = ml_dtypes.iinfo(dtype).bits
+    except ValueError:
+      bits = ml_dtypes.finfo(dtype).bits
+  full = padded_shape(shape, dtype) if tiled else shape
+  return -(-math.prod(full) * bits // 8)
+
+
 def _up(size: int, multiple: int) -> int:
   return -(-size // multiple) * multiple
 
@@ -51,12 +64,14 @@ class Buffer:
     shadow: who touched which element, None if no other thread can.
     owner: the worker whose scope it is, None for what all of a device share.
     entered: the owner's event of entering the scope.
+    is_input: whether it is an array that the kernel must not change.
   """
 
   __slots__ = (
     "data",
     "entered",
     "family",
+    "is_input",
     "owner",
     "place",
     "shadow",
@@ -70,6 +85,7 @@ class Buffer:
     self.shadow: clocks.Shadow | None = None
     self.owner: Any = None
     self.entered = 0
+    self.is_input = False
     full = family.shape
     if family.is_tiled:
       full = padded_shape(family.shape, family.dtype)
@@ -105,6 +121,8 @@ class Family:
     axes: the core axes along which there is one each.
     is_shared: whether others than the owner's instructions can reach it, so
       that accesses must be recorded.
+    mesh: the mesh whose cores own the members.
+    outlives_kernel: whether it is there before and after the kernel.
   """
 
   name: str
@@ -114,6 +132,8 @@ class Family:
   axes: tuple[Any, ...]
   is_tiled: bool = False
   is_shared: bool = False
+  mesh: Any = None
+  outlives_kernel: bool = False
   members: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
 
   def at(self, device: int, coords: Mapping[Any, int]) -> Any:

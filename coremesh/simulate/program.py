@@ -29,12 +29,14 @@ class Part:
 
   Attributes:
     function: called with the machine, the worker, and its refs.
-    core_axes: the mesh's axes with their sizes.
+    mesh: the mesh.
+    core_axes: its axes with their sizes.
     is_sparse: whether the workers are on SparseCores.
     source: the Python source, to be read when something goes wrong.
   """
 
   function: Callable[..., Iterator[None]]
+  mesh: Any
   core_axes: Mapping[Any, int]
   is_sparse: bool
   source: str
@@ -51,7 +53,8 @@ class Program:
 
   Attributes:
     parts: one for each mesh.
-    operands: what the programs are given: inputs, outputs, scratch.
+    operands: what the programs are given: inputs, outputs, scratch; None for
+      a number that the body captures.
     num_arrays: how many of these are inputs and outputs.
     aliases: from an output to the input that it is.
     crosses_devices: whether a program reaches other devices.
@@ -59,7 +62,7 @@ class Program:
   """
 
   parts: tuple[Part, ...]
-  operands: tuple[emitter.Declaration, ...]
+  operands: tuple[emitter.Declaration | None, ...]
   num_arrays: int
   aliases: Mapping[int, int]
   crosses_devices: bool
@@ -70,7 +73,7 @@ class Program:
     lines = [
       line
       for declaration in (*self.operands, *self.scoped)
-      if declaration.name == name
+      if declaration is not None and declaration.name == name
       for line in declaration.signallers
     ]
     return sorted(set(lines))
@@ -82,13 +85,20 @@ def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
   Raises:
     UnsupportedError: it holds an operation that the simulator does not know.
   """
+  num_arrays = len(kernel.in_types) + len(kernel.out_types)
   operands = [
-    emitter.declare(_operand_name(kernel, i), var.aval, kernel.meshes[0])
+    emitter.declare(
+      _operand_name(kernel, i),
+      var.aval,
+      kernel.meshes[0],
+      is_array=i < num_arrays,
+    )
+    if hasattr(var.aval, "inner_aval")
+    else None
     for i, var in enumerate(kernel.jaxprs[0].invars)
   ]
-  core_axes = {
-    axis: size for mesh in kernel.meshes for axis, size in mesh.shape.items()
-  }
+  meshes = [*kernel.meshes, *(d.mesh for d in operands if d is not None)]
+  core_axes = {a: size for mesh in meshes for a, size in mesh.shape.items()}
   parts, crosses, scoped = [], False, []
   for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
     em = emitter.Emitter(
@@ -104,7 +114,7 @@ def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
   return Program(
     parts=tuple(parts),
     operands=tuple(operands),
-    num_arrays=len(kernel.in_types) + len(kernel.out_types),
+    num_arrays=num_arrays,
     aliases=kernel.aliases,
     crosses_devices=crosses,
     scoped=tuple(scoped),
@@ -115,11 +125,12 @@ def _compile_part(
   em: emitter.Emitter,
   name: str,
   jaxpr: Any,
-  operands: Sequence[emitter.Declaration],
+  operands: Sequence[emitter.Declaration | None],
 ) -> Part:
   names = [emitter.Name(f"r{i}_") for i in range(len(operands))]
   for ref, declaration in zip(names, operands, strict=True):
-    em.refs[ref.text] = declaration
+    if declaration is not None:
+      em.refs[ref.text] = declaration
   em.grid = [
     (f"w.coords[{em.constant(axis, 'a')}]", str(size))
     for axis, size in em.mesh.shape.items()
@@ -128,6 +139,7 @@ def _compile_part(
   source = em.source([ref.text for ref in names])
   return Part(
     function=_function(name, source, em.constants),
+    mesh=em.mesh,
     core_axes=dict(em.mesh.shape),
     is_sparse=type(em.mesh).__name__ != "TensorCoreMesh",
     source=source,

@@ -1,0 +1,245 @@
+"""One run of a kernel: arrays in, workers to their end, what is left, arrays out."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+
+from coremesh._compat import kernel_ir
+from coremesh.simulate import machine, memory, program, reuse, schedule
+
+_ENTRY = machine.Site("its start", "the kernel's start")
+_EXIT = machine.Site("its end", "the kernel's end")
+
+
+class Execution:
+  """The state of a kernel while it runs.
+
+  Attributes:
+    has_ended: whether all workers have reached their end.
+  """
+
+  def __init__(
+    self,
+    mach: machine.Machine,
+    kernel: kernel_ir.KernelProgram,
+    compiled: program.Program,
+    arrays: Mapping[int, Sequence[np.ndarray]],
+  ):
+    self._mach = mach
+    self._kernel = kernel
+    self._program = compiled
+    self._arrays = arrays
+    self.has_ended = False
+    self._families = [
+      None if d is None else d.family() for d in compiled.operands
+    ]
+    self._fill()
+    self._make_workers()
+
+  # --- before ----------------------------------------------------------------
+
+  def _fill(self) -> None:
+    """Gives each device its arrays, and the semaphores that it kept."""
+    num_in = len(self._kernel.in_types)
+    changed = set(self._program.aliases.values())
+    for i, family in enumerate(self._families[: self._program.num_arrays]):
+      if family is None:
+        continue
+      source = self._program.aliases.get(i - num_in)
+      if i >= num_in and source is not None:
+        # The same family, so that what is said of the one holds for the other.
+        self._families[i] = self._families[source]
+        continue
+      family.outlives_kernel = True
+      for device, arrays in self._arrays.items():
+        given = arrays[i] if i < num_in else None
+        if family.dtype is None:
+          family.members.update(_KEPT.take(given, family, device))
+        else:
+          buffer = self._fill_buffer(family, device, given)
+          buffer.is_input = i < num_in and i not in changed
+
+  def _fill_buffer(self, family, device, given) -> memory.Buffer:
+    buffer = memory.Buffer(family, (device,))
+    if given is not None:
+      buffer.fill(given)
+    self._mach.share(buffer)
+    family.members[(device,)] = buffer
+    return buffer
+
+  def _make_workers(self) -> None:
+    mach, axes = self._mach, self._kernel.device_axes
+    sizes = list(axes.values())
+    for device in self._arrays:
+      place = np.unravel_index(device, sizes) if sizes else ()
+      device_coords = dict(zip(axes, map(int, place), strict=True))
+      for mesh_index, part in enumerate(self._program.parts):
+        ranges = [range(n) for n in part.core_axes.values()]
+        for coords in itertools.product(*ranges):
+          worker = machine.Worker(mach, device, mesh_index)
+          worker.mesh = part.mesh
+          worker.device_coords = device_coords
+          worker.coords = dict(zip(part.core_axes, coords, strict=True))
+          mach.workers.append(worker)
+    for worker in mach.workers:
+      worker.clock = mach.threads.new_clock()
+      worker.clock[worker.thread] = 1
+    self._enter()
+    for worker in mach.workers:
+      worker.program = self._program.parts[worker.mesh_index].start(
+        mach, worker, self._operands(worker)
+      )
+      mach.ready.append(worker)
+
+  def _enter(self) -> None:
+    """Every worker enters the kernel: its scratch is now there."""
+    for worker in self._mach.workers:
+      self._operands(worker)
+    # All subcores of the SparseCores of a device are started by one program, so
+    # each knows that the others have entered. TensorCores start on their own.
+    for device in self._arrays:
+      sparse = [
+        w
+        for w in self._mach.workers
+        if w.device == device and self._program.parts[w.mesh_index].is_sparse
+      ]
+      threads = [w.thread for w in sparse]
+      for worker in sparse:
+        worker.clock[threads] = 1
+    for worker in self._mach.workers:
+      worker.clock[worker.thread] = 2
+
+  def _operands(self, worker: machine.Worker) -> list[Any]:
+    return [
+      self._arrays[worker.device][i][()]
+      if family is None
+      else self._mach.own(worker, family, _ENTRY)
+      for i, family in enumerate(self._families)
+    ]
+
+  # --- the run ---------------------------------------------------------------
+
+  def execute(self) -> None:
+    """Runs to the end, and looks at what is left."""
+    schedule.run(self._mach, signallers=self._program.signallers)
+    self.has_ended = True
+    if not self._has_leftovers() and self._mach.races:
+      # A DMA that nobody waited for has been reported once already.
+      self._leave()
+      reuse.check(self._mach)
+
+  def _has_leftovers(self) -> bool:
+    left = [
+      semaphore
+      for bank in self._mach.banks
+      if not bank.family.outlives_kernel
+      for semaphore in bank.semaphores
+      if semaphore.count
+    ]
+    for semaphore in left:
+      self._report_left(semaphore)
+    return bool(left)
+
+  def _report_left(self, semaphore: memory.Semaphore) -> None:
+    senders = [by for _, _, by in semaphore.signals]
+    kinds = {isinstance(sender, machine.Transfer) for sender, _ in senders}
+    last = f" (the last by {senders[-1][1]})" if senders else ""
+    name = semaphore.bank.family.name
+    if semaphore.count < 0:
+      self._mach.report(
+        "negative count",
+        f"{semaphore} ends at {semaphore.count}: it was signalled a negative"
+        " amount. Signal as much as is waited for.",
+        name,
+      )
+    elif kinds == {True}:
+      self._mach.report(
+        "unwaited",
+        f"{semaphore} ends with {semaphore.count} bytes of copies that nobody"
+        f" waited for{last}. Wait for each copy that is started.",
+        name,
+      )
+    else:
+      self._mach.report(
+        "leftover",
+        f"{semaphore} ends at {semaphore.count}, not 0{last}: the next kernel"
+        " would find it so. Wait for as much as is signalled.",
+        name,
+      )
+
+  def _leave(self) -> None:
+    """Every worker leaves; what of others still touches its memory races."""
+    mach = self._mach
+    for worker in mach.workers:
+      for family in filter(None, self._families):
+        mach.free(worker, mach.own(worker, family, _EXIT), _EXIT)
+
+  # --- after -----------------------------------------------------------------
+
+  def results(self) -> Mapping[int, Sequence[np.ndarray]]:
+    """The outputs of each device."""
+    num_in = len(self._kernel.in_types)
+    outs = self._families[num_in : num_in + len(self._kernel.out_types)]
+    return {
+      device: list(self._outputs(device, outs)) for device in self._arrays
+    }
+
+  def _outputs(self, device: int, outs: Any) -> Iterator[np.ndarray]:
+    for family, type_ in zip(outs, self._kernel.out_types, strict=True):
+      if family.dtype is None:
+        yield np.full(type_.shape, _KEPT.keep(family, device), np.int32)
+      else:
+        values = family.members[(device,)].values()
+        yield np.ascontiguousarray(values).reshape(type_.shape)
+
+
+class _Kept:
+  """Semaphores that outlive a kernel, by the number that stands for them.
+
+  Between kernels a semaphore is an array to XLA. It holds 0 if all counts are
+  0, else a number under which the next kernel finds the counts.
+  """
+
+  def __init__(self, most: int):
+    self._banks: OrderedDict[int, dict[Any, list[int]]] = OrderedDict()
+    self._numbers = itertools.count(1)
+    self._lock = threading.Lock()
+    self._most = most
+
+  def keep(self, family: memory.Family, device: int) -> int:
+    """Keeps the counts of a device; returns their number."""
+    counts = {
+      place: [s.count for s in bank.semaphores]
+      for place, bank in family.members.items()
+      if place[0] == device
+    }
+    if not any(itertools.chain.from_iterable(counts.values())):
+      return 0
+    with self._lock:
+      number = next(self._numbers)
+      self._banks[number] = counts
+      while len(self._banks) > self._most:  # Of kernels that never came.
+        self._banks.popitem(last=False)
+    return number
+
+  def take(
+    self, given: np.ndarray | None, family: memory.Family, device: int
+  ) -> dict[Any, memory.Bank]:
+    """The semaphores that a number stands for, on the same device."""
+    number = int(given.flat[0]) if given is not None and given.size else 0
+    with self._lock:
+      counts = self._banks.pop(number, {})
+    banks = {}
+    for (_, *coords), values in counts.items():
+      place = (device, *coords)
+      bank = banks[place] = memory.Bank(family, place)
+      for semaphore, value in zip(bank.semaphores, values, strict=True):
+        semaphore.count = value
+    return banks
+
+
+_KEPT = _Kept(4096)
