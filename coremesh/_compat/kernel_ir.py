@@ -137,7 +137,7 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
   Returns:
     "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem" or "host", and a mesh.
   """
-  space = ref_type.memory_space
+  space = getattr(ref_type, "memory_space", None)
   if isinstance(space, _pallas_core.CoreMemorySpace):
     space, mesh = space.memory_space, space.mesh
   if isinstance(space, _core.MemorySpace):
@@ -340,7 +340,11 @@ def _lower_pallas_call(ctx: Any, *operands: Any, **params: Any) -> Any:
     jaxprs=(params["jaxpr"],),
     in_types=tuple(ctx.avals_in),
     out_types=tuple(params["out_avals"]),
-    aliases={out: in_ for in_, out in params["input_output_aliases"]},
+    # They are counted without the grid sizes, which come first.
+    aliases={
+      out: in_ + params["grid_mapping"].num_dynamic_grid_bounds
+      for in_, out in params["input_output_aliases"]
+    },
     collective_id=getattr(compiler_params, "collective_id", None),
     grid=params["grid_mapping"],
     dimension_semantics=_semantics(compiler_params),

@@ -90,16 +90,19 @@ def _run_scoped(em: emitter.Emitter, eqn: Any) -> None:
   refs = []
   for i, var in enumerate(jaxpr.invars):
     name = names[i] if names and i < len(names) and names[i] else f"scoped {i}"
-    refs.append(_allocate(em, name, var.aval, site))
+    refs.append(allocate(em, name, var.aval, site))
   results = em.inline(jaxpr, refs, em.atoms(eqn.invars))
   for ref in refs:
     em.line(f"m.free(w, {ref}, {site})")
+    em.holdings.drop(em.refs[str(ref)])
   em.bind(eqn, results)
 
 
-def _allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
+def allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
+  """Writes the allocation of a ref that the program makes itself."""
   declaration = emitter.declare(name, type_, em.mesh)
   em.scoped.append(declaration)
+  em.holdings.hold(declaration)
   ref = em.let(f"m.allocate(w, {em.constant(declaration, 'd')}, {site})", "r")
   em.refs[str(ref)] = declaration
   return ref
@@ -107,13 +110,14 @@ def _allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
 
 def _empty_ref(em: emitter.Emitter, eqn: Any) -> None:
   site = em.site("empty_ref")
-  ref = _allocate(em, "empty_ref", eqn.outvars[0].aval, site)
+  ref = allocate(em, "empty_ref", eqn.outvars[0].aval, site)
   em.bind(eqn, [ref])
 
 
 def _free_ref(em: emitter.Emitter, eqn: Any) -> None:
   (ref,) = em.atoms(eqn.invars)
   em.line(f"m.free(w, {ref}, {em.site('free_ref')})")
+  em.holdings.drop(em.refs[str(ref)])
   em.bind(eqn, [])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import machine, memory
+from coremesh.simulate import capacity, machine, memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class Emitter:
     device_axes: the axes of the device mesh, with their sizes.
     core_axes: the core axes of all meshes of the kernel, with their sizes.
     refs: the declaration behind each name of a ref.
+    holdings: the memory that is held at once.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
   """
@@ -127,6 +128,7 @@ class Emitter:
     self.core_axes = core_axes
     self.refs: dict[str, Declaration] = {}
     self.scoped: list[Declaration] = []
+    self.holdings = capacity.Holdings()
     self.grid: list[tuple[str, str]] = []
     self.crosses_devices = False
     self.constants: dict[str, Any] = {"np": np}

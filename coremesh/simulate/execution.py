@@ -125,6 +125,8 @@ class Execution:
 
   def execute(self) -> None:
     """Runs to the end, and looks at what is left."""
+    for text in self._program.excess:
+      self._mach.report("memory", text)
     schedule.run(self._mach, signallers=self._program.signallers)
     self.has_ended = True
     if not self._has_leftovers() and self._mach.races:

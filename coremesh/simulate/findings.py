@@ -7,6 +7,8 @@ from typing import Literal
 from coremesh import errors
 
 type Kind = Literal[
+  "unstable",
+  "endless",
   "race",
   "deadlock",
   "leftover",

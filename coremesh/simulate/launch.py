@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from coremesh import chips
 from coremesh._compat import kernel_ir
 from coremesh.simulate import execution, findings, machine, program, session
 
@@ -26,7 +27,13 @@ class Launch:
   def __init__(self, kernel: kernel_ir.KernelProgram, params: Any):
     self._kernel = kernel
     self._params = params
-    self._program = program.compile_program(kernel)
+    chip = chips.chip_of_device_kind(kernel.device_kind)
+    self._program = program.compile_program(
+      kernel,
+      num_cores=chip.tensor_cores_per_device
+      if chip is not None
+      else params.num_cores_or_threads,
+    )
     self._num_devices = math.prod(kernel.device_axes.values())
     self._meets = self._program.crosses_devices and self._num_devices > 1
     self._gate = threading.Condition()
@@ -57,6 +64,10 @@ class Launch:
       raise here.error
     return here.results[index]
 
+  def _compiled(self) -> program.Program:
+    """What runs now."""
+    return self._program
+
   def _gave_up(self) -> Exception:
     return findings.DeadlockError(
       [
@@ -77,7 +88,8 @@ class Launch:
     self, arrays: Mapping[int, Sequence[np.ndarray]]
   ) -> Mapping[int, Sequence[np.ndarray]]:
     start = time.perf_counter()
-    params = self._params
+    params = self._params.now()
+    compiled = self._compiled()
     mach = machine.Machine(
       self._kernel.name,
       seed=params.seed,
@@ -85,7 +97,8 @@ class Launch:
       races=params.detect_races,
       device_sizes=tuple(self._kernel.device_axes.values()),
     )
-    run = execution.Execution(mach, self._kernel, self._program, arrays)
+    mach.max_turns = params.max_turns
+    run = execution.Execution(mach, self._kernel, compiled, arrays)
     try:
       with np.errstate(all="ignore"):
         run.execute()
@@ -101,6 +114,7 @@ class Launch:
           findings=tuple(mach.findings),
           bytes_moved=mach.bytes_moved,
           seconds=time.perf_counter() - start,
+          turns=mach.turns,
         )
       )
     is_wrong = any(not f.is_warning for f in mach.findings)

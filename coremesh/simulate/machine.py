@@ -202,6 +202,8 @@ class Machine:
     self.meets: list[tuple[Worker, memory.Semaphore, clocks.Clock, Site]] = []
     self._seen: set[Any] = set()
     self._credit = 0
+    self.turns = 0
+    self.max_turns: int | None = None
 
   # --- places ----------------------------------------------------------------
 

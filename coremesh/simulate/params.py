@@ -30,6 +30,8 @@ class SimulatorParams(kernel_ir.KernelSimulator):
     on_finding: "raise" raises `SimulationError` when the kernel ends; "record"
       only notes it in `session`. What ends a kernel raises all the same.
     session: where to note what was run, None for nowhere.
+    max_turns: turns of workers after which a kernel counts as endless, None for
+      no limit. A worker that polls a semaphore takes turns for ever.
   """
 
   seed: int = 0
@@ -37,6 +39,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
   detect_races: bool = True
   on_finding: Literal["raise", "record"] = "raise"
   session: Simulation | None = None
+  max_turns: int | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -50,6 +53,10 @@ class SimulatorParams(kernel_ir.KernelSimulator):
       raise errors.UnsupportedError(
         f"on_finding must be 'raise' or 'record'; got {self.on_finding!r}."
       )
+
+  def now(self) -> "SimulatorParams":
+    """What holds for a kernel that runs now."""
+    return self
 
   def compile_kernel(self, program: Any) -> kernel_ir.HostFunction:
     """Prepares a kernel to be simulated; see `kernel_ir.KernelSimulator`."""

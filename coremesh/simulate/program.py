@@ -7,12 +7,14 @@ import linecache
 import re
 from typing import Any
 
+from coremesh import chips
 from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   access,
   control,
   effects,
   emitter,
+  grid,
   lanes,
   machine,
   stateful,
@@ -59,6 +61,7 @@ class Program:
     aliases: from an output to the input that it is.
     crosses_devices: whether a program reaches other devices.
     scoped: the memory that programs allocate themselves.
+    excess: what does not fit into the chip's memories, in words.
   """
 
   parts: tuple[Part, ...]
@@ -67,6 +70,7 @@ class Program:
   aliases: Mapping[int, int]
   crosses_devices: bool
   scoped: tuple[emitter.Declaration, ...]
+  excess: tuple[str, ...] = ()
 
   def signallers(self, name: str) -> list[str]:
     """The lines that signal semaphores of a name."""
@@ -79,27 +83,40 @@ class Program:
     return sorted(set(lines))
 
 
-def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
+def compile_program(
+  kernel: kernel_ir.KernelProgram, *, num_cores: int = 1
+) -> Program:
   """Compiles a kernel.
+
+  Args:
+    kernel: as JAX traced it.
+    num_cores: TensorCores of a device, which share the parallel dimensions of
+      a `pallas_call`.
 
   Raises:
     UnsupportedError: it holds an operation that the simulator does not know.
   """
+  if kernel.grid is not None:
+    mesh = grid.mesh_of(kernel, num_cores)
+    kernel = dataclasses.replace(kernel, meshes=(mesh,))
+    types = grid.operand_types(kernel)
+  else:
+    types = [var.aval for var in kernel.jaxprs[0].invars]
   num_arrays = len(kernel.in_types) + len(kernel.out_types)
   operands = [
     emitter.declare(
-      _operand_name(kernel, i),
-      var.aval,
-      kernel.meshes[0],
-      is_array=i < num_arrays,
+      _operand_name(kernel, i), type_, kernel.meshes[0], is_array=i < num_arrays
     )
-    if hasattr(var.aval, "inner_aval")
+    if hasattr(type_, "inner_aval")
+    or kernel.grid is not None
+    and type_ is not None
     else None
-    for i, var in enumerate(kernel.jaxprs[0].invars)
+    for i, type_ in enumerate(types)
   ]
   meshes = [*kernel.meshes, *(d.mesh for d in operands if d is not None)]
   core_axes = {a: size for mesh in meshes for a, size in mesh.shape.items()}
-  parts, crosses, scoped = [], False, []
+  parts, crosses, scoped, excess = [], False, [], []
+  chip = chips.chip_of_device_kind(kernel.device_kind)
   for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
     em = emitter.Emitter(
       mesh=mesh,
@@ -108,7 +125,12 @@ def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
       rules=RULES,
       value_rules=VALUE_RULES,
     )
-    parts.append(_compile_part(em, kernel.name, jaxpr, operands))
+    for declaration in operands[num_arrays:]:
+      if declaration is not None and declaration.mesh == mesh:
+        em.holdings.hold(declaration)
+    parts.append(_compile_part(em, kernel, jaxpr, operands))
+    if chip is not None:
+      excess += em.holdings.excess(chip, is_sparse=parts[-1].is_sparse)
     crosses |= em.crosses_devices
     scoped += em.scoped
   return Program(
@@ -118,12 +140,13 @@ def compile_program(kernel: kernel_ir.KernelProgram) -> Program:
     aliases=kernel.aliases,
     crosses_devices=crosses,
     scoped=tuple(scoped),
+    excess=tuple(excess),
   )
 
 
 def _compile_part(
   em: emitter.Emitter,
-  name: str,
+  kernel: kernel_ir.KernelProgram,
   jaxpr: Any,
   operands: Sequence[emitter.Declaration | None],
 ) -> Part:
@@ -135,10 +158,13 @@ def _compile_part(
     (f"w.coords[{em.constant(axis, 'a')}]", str(size))
     for axis, size in em.mesh.shape.items()
   ]
-  em.inline(jaxpr, names)
+  if kernel.grid is not None:
+    grid.emit(em, kernel, names)
+  else:
+    em.inline(jaxpr, names)
   source = em.source([ref.text for ref in names])
   return Part(
-    function=_function(name, source, em.constants),
+    function=_function(kernel.name, source, em.constants),
     mesh=em.mesh,
     core_axes=dict(em.mesh.shape),
     is_sparse=type(em.mesh).__name__ != "TensorCoreMesh",
@@ -176,6 +202,7 @@ VALUE_RULES = {**values.RULES, **lanes.RULES, **tensor_core.RULES}
 HELPERS = {
   **access.HELPERS,
   **effects.HELPERS,
+  **grid.HELPERS,
   **stateful.HELPERS,
   "Transfer": machine.Transfer,
 }

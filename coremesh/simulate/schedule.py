@@ -1,6 +1,7 @@
 """Who runs next, and what it means when nobody can."""
 
 from collections.abc import Callable, Sequence
+import math
 
 from coremesh.simulate import findings, machine, memory
 
@@ -23,6 +24,7 @@ def run(
     SimulationError: a fault after which nothing is right any more.
   """
   rng, ready = mach.rng, mach.ready
+  most = math.inf if mach.max_turns is None else mach.max_turns
   while True:
     if mach.dma == "random" and mach.pending and rng.random() < 0.3:
       _deliver_any(mach)
@@ -32,6 +34,9 @@ def run(
       worker = ready[chosen]
       ready[chosen] = ready[last]
       ready.pop()
+      mach.turns += 1
+      if mach.turns > most:
+        _give_up(mach)
       try:
         next(worker.program)
       except StopIteration:
@@ -46,6 +51,14 @@ def run(
     raise findings.DeadlockError(mach.findings)
   for transfer in list(mach.pending):
     mach.deliver(transfer)
+
+
+def _give_up(mach: machine.Machine) -> None:
+  mach.stop(
+    "endless",
+    f"its workers have taken {mach.turns} turns and still run. Look for a"
+    " worker that polls for a signal that never comes.",
+  )
 
 
 def _deliver_any(mach: machine.Machine) -> None:

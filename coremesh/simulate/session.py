@@ -20,6 +20,7 @@ class KernelRun:
     bytes_moved: bytes of DMAs, by (from memory, from device, to memory, to
       device).
     seconds: how long the simulation took on the host.
+    turns: how often a worker was given its turn.
   """
 
   kernel: str
@@ -29,6 +30,7 @@ class KernelRun:
   findings: tuple[Finding, ...]
   bytes_moved: Counter[tuple[str, int, str, int]]
   seconds: float
+  turns: int = 0
 
 
 class Simulation:
