@@ -47,7 +47,7 @@ class SimulationError(errors.CoreMeshError, RuntimeError):
   """A simulated kernel did what it must not do on a TPU."""
 
   def __init__(self, findings: Sequence[Finding]):
-    self.findings = tuple(findings)
+    self.findings = tuple(sorted(findings, key=lambda f: f.is_warning))
     shown = "\n".join(map(str, self.findings[:_MAX_SHOWN]))
     more = len(self.findings) - _MAX_SHOWN
     super().__init__(shown + (f"\n... and {more} more." if more > 0 else ""))

@@ -135,17 +135,18 @@ def operand_types(kernel: kernel_ir.KernelProgram) -> list[Any]:
     *[None] * grid.num_dynamic_grid_bounds,
     *refs[:first],
     *(
-      block if _is_passed(block) else array
+      block if _is_passed(block, array) else array
       for block, array in zip(blocks, arrays, strict=True)
     ),
     *refs[first + num_blocks :],
   ]
 
 
-def _is_passed(block_type: Any) -> bool:
+def _is_passed(block_type: Any, array_type: Any) -> bool:
   """Whether the kernel gets the array itself, not a block of it."""
   space, _ = kernel_ir.place_of_type(block_type, None)
-  return space in ("hbm", "host", "semaphore_mem")
+  home, _ = kernel_ir.place_of_type(array_type, None)
+  return space in ("hbm", "host", "semaphore_mem") or home == space
 
 
 def emit(
@@ -220,7 +221,7 @@ def _window(em, kernel, index, array) -> tuple[Any, emitter.Name]:
   """The window on an array, and the ref that the body gets."""
   grid, (jaxpr,) = kernel.grid, kernel.jaxprs
   var = jaxpr.invars[grid.num_index_operands + index]
-  if _is_passed(var.aval):
+  if em.refs[array.text].type is var.aval:
     return None, array
   mapping = grid.block_mappings[index]
   name = em.refs[array.text].name

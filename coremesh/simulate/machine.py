@@ -499,19 +499,20 @@ class Machine:
       return self.stop(
         "scope", f"{worker}: {site} must say which {missing} in device_id."
       )
-    member = family.at(device, coords)
-    if member is None and family.outlives_kernel:
-      return self.member(device, coords, family)
-    if member is None:
-      place = (device, *(coords[axis] for axis in family.axes))
-      return self.stop(
+    place = (device, *(coords[axis] for axis in family.axes))
+    member = family.members.get(place)
+    if member is not None:
+      return member
+    if not family.outlives_kernel:
+      self.report(
         "scope",
         f"{worker}: {site} reaches {family} of"
-        f" {memory.describe(place, family.axes)}, which does not exist there"
-        " (yet). Meet in a barrier after both have entered its scope, and check"
-        " that the core exists.",
+        f" {memory.describe(place, family.axes)}, which has not entered its"
+        " scope yet. Meet in a barrier after both have.",
+        (id(site), "early"),
+        is_warning=family.dtype is None,  # See `signal`.
       )
-    return member
+    return self.member(device, coords, family)
 
   def fetch_and_add(
     self,
