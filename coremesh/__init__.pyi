@@ -59,6 +59,9 @@ from .shapes import Like as Like
 from .shapes import VmemSlab as VmemSlab
 from .shapes import like as like
 from .shapes import vmem_slab as vmem_slab
+from .simulate.explore import Exploration as Exploration
+from .simulate.explore import FailingSeed as FailingSeed
+from .simulate.explore import explore as explore
 from .simulate.findings import DeadlockError as DeadlockError
 from .simulate.findings import Finding as Finding
 from .simulate.findings import SimulationError as SimulationError

@@ -11,13 +11,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from coremesh import _compat, chips, errors, topology
-from coremesh.simulate.params import SimulatorParams, reset
+from coremesh.simulate import repeat
+from coremesh.simulate.params import SimulatorParams
 from coremesh.simulate.session import Simulation
 
 _SPARSE_CORE_IN_JAX = (
   "Kernel {name!r} runs on SparseCore subcores, which JAX's TPU interpret"
   " mode simulates wrongly: every subcore believes it is subcore 0. Leave"
-  " `interpret` out, or pass cm.SimulatorParams(): coremesh's simulator runs it."
+  " `interpret` out, or pass cm.SimulatorParams(): coremesh's simulator runs"
+  " it."
 )
 
 # XLA's CPU client keeps at most 32 computations of a device in flight, and the
@@ -50,7 +52,7 @@ class Place:
 
   @property
   def uses_jax_interpreter(self) -> bool:
-    """Whether JAX's own interpreter runs the kernel, not coremesh's simulator."""
+    """Whether JAX's own interpreter runs the kernel, not coremesh's."""
     return self.is_simulated and not isinstance(self.params, SimulatorParams)
 
   def tracing_context(self) -> Any:
@@ -265,26 +267,8 @@ def simulation(
     on_finding=on_finding,
     session=session,
   )
-  try:
-    with pltpu.force_tpu_interpret_mode(params):
-      yield session
-      jax.effects_barrier()  # What went wrong inside is raised by its end.
-  except BaseException as error:
-    reset()
-    fault = _fault_of(session, error)
-    if fault is None:
-      raise
-    raise fault from error
-
-
-def _fault_of(session: Simulation, error: BaseException) -> Exception | None:
-  """What a kernel of the session did wrong, if that is what was raised.
-
-  JAX wraps what a kernel raises in an error of its own, as text.
-  """
-  errors_of_jax = (jax.errors.JaxRuntimeError, ExceptionGroup)
-  is_from_kernel = isinstance(error, errors_of_jax)
-  return session.error() if is_from_kernel else None
+  with repeat.simulating(params):
+    yield session
 
 
 _INTERPRETER_IDS: dict[int, int] = {}
