@@ -11,7 +11,8 @@ import coremesh as cm
 from coremesh import _compat, place, topology
 from coremesh.errors import ChipError, UnsupportedError
 
-_EARLY = pltpu.InterpretParams(dma_execution_mode="eager")
+_OF_JAX = pltpu.InterpretParams(dma_execution_mode="eager")
+_OURS = cm.SimulatorParams(seed=7)
 
 
 def _within(device=None, size=2):
@@ -35,25 +36,36 @@ def test_the_place_of_a_kernel_is_that_of_its_mesh(generation, on):
   mesh = cm.chip(generation).device_mesh(on=on)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     found = place.find(None)
+  is_simulated = on == "simulator"
   assert found == place.Place(
-    chip=cm.chip(generation), is_simulated=on == "simulator", knows_chip=True
+    chip=cm.chip(generation),
+    is_simulated=is_simulated,
+    knows_chip=True,
+    params=cm.SimulatorParams() if is_simulated else None,
   )
 
 
 @pytest.mark.parametrize(
-  ("interpret", "is_simulated"), [(False, False), (True, True), (_EARLY, True)]
+  ("interpret", "is_simulated"),
+  [(False, False), (True, True), (_OF_JAX, True), (_OURS, True)],
 )
 @pytest.mark.parametrize("on", ["simulator", "compiler"])
 def test_the_user_may_choose_whether_to_interpret(on, interpret, is_simulated):
   mesh = cm.chip("v6e").device_mesh(on=on)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    assert place.find(interpret).is_simulated is is_simulated
+    found = place.find(interpret)
+  assert found.is_simulated is is_simulated
+  assert (found.params is None) is not is_simulated
+  assert found.uses_jax_interpreter is (interpret is _OF_JAX)
 
 
 def test_a_plain_cpu_is_taken_for_the_chip_of_this_program(monkeypatch):
   monkeypatch.setenv("COREMESH_CHIP", "v6e:2x2")
   expected = place.Place(
-    chip=cm.chip("v6e"), is_simulated=True, knows_chip=False
+    chip=cm.chip("v6e"),
+    is_simulated=True,
+    knows_chip=False,
+    params=cm.SimulatorParams(),
   )
   assert place.find(None) == expected
   with _within(_device("cpu", "cpu")):
@@ -143,9 +155,14 @@ def test_rejects_a_simulation_across_processes():
 # --- core meshes -----------------------------------------------------------
 
 
-def _place(generation, is_simulated=False):
+def _place(generation, params=None, **changes):
+  """Where a kernel is simulated by `params`, or compiled if there are none."""
   return place.Place(
-    chip=cm.chip(generation), is_simulated=is_simulated, knows_chip=True
+    chip=cm.chip(generation),
+    is_simulated=params is not None,
+    knows_chip=True,
+    params=params,
+    **changes,
   )
 
 
@@ -154,7 +171,8 @@ def test_accepts_the_cores_of_the_chip(generation):
   chip = cm.chip(generation)
   own = [chip.tensor_cores(), chip.vector_subcores(), chip.scalar_subcores()]
   place.check("k", own, _place(generation))
-  place.check("k", own[:1], _place(generation, is_simulated=True))
+  place.check("k", own, _place(generation, _OURS))
+  place.check("k", own[:1], _place(generation, _OF_JAX))
 
 
 @pytest.mark.parametrize(
@@ -202,12 +220,18 @@ def test_rejects_a_mesh_without_a_number_of_cores():
 
 
 @pytest.mark.parametrize("kind", ["vector_subcores", "scalar_subcores"])
-def test_rejects_sparse_cores_on_a_cpu_and_says_the_way_out(kind):
+def test_rejects_sparse_cores_in_jaxs_interpreter_and_says_the_way_out(kind):
   chip = cm.chip("v5p")
   meshes = [chip.tensor_cores(), getattr(chip, kind)()]
-  message = r"Kernel 'k' runs on SparseCore subcores.*cm\.compile\(fn, \*args\)"
-  with pytest.raises(UnsupportedError, match=message):
-    place.check("k", meshes, _place("v5p", is_simulated=True))
+  with pytest.raises(UnsupportedError) as caught:
+    place.check("k", meshes, _place("v5p", _OF_JAX))
+  assert str(caught.value) == (
+    "Kernel 'k' runs on SparseCore subcores, which JAX's TPU interpret mode"
+    " simulates wrongly: every subcore believes it is subcore 0. Leave"
+    " `interpret` out, or pass cm.SimulatorParams(): coremesh's simulator runs"
+    " it."
+  )
+  place.check("k", meshes, _place("v5p", _OURS))
   place.check("k", meshes, _place("v5p"))
 
 
@@ -234,20 +258,20 @@ def test_cores_wait_only_where_each_has_a_thread(
   monkeypatch.setattr(topology, "num_simulation_threads", lambda: threads)
   with _within(_device("cpu", "cpu"), devices):
     if is_enough:
-      place.check_waiting("k", cores)
+      place.check_waiting("k", cores, _place("v5p", _OF_JAX))
       return
     message = (
       rf"'k' makes {devices * cores} simulated cores wait.*too few CPU threads"
       rf" \({threads}\).*chip\.device_mesh.*NPROC={4 * devices} before"
     )
     with pytest.raises(UnsupportedError, match=message):
-      place.check_waiting("k", cores)
+      place.check_waiting("k", cores, _place("v5p", _OF_JAX))
 
 
 def test_a_kernel_on_one_device_waits_as_well(monkeypatch):
   monkeypatch.setattr(topology, "num_simulation_threads", lambda: 3)
   with pytest.raises(UnsupportedError, match="makes 2 simulated cores wait"):
-    place.check_waiting("k", 2)
+    place.check_waiting("k", 2, _place("v5p", _OF_JAX))
 
 
 @pytest.mark.parametrize(
@@ -259,10 +283,17 @@ def test_refuses_more_waiting_cores_than_jax_runs_at_once(
   monkeypatch.setattr(topology, "num_simulation_threads", lambda: 1000)
   with _within(_device("cpu", "cpu"), devices):
     if is_few:
-      place.check_waiting("k", cores)
+      place.check_waiting("k", cores, _place("v5p", _OF_JAX))
       return
     with pytest.raises(UnsupportedError, match='28 at once.*on="compiler"'):
-      place.check_waiting("k", cores)
+      place.check_waiting("k", cores, _place("v5p", _OF_JAX))
+
+
+@pytest.mark.parametrize("params", [_OURS, cm.SimulatorParams(dma="random")])
+def test_the_simulator_needs_no_thread_for_a_core(params, monkeypatch):
+  monkeypatch.setattr(topology, "num_simulation_threads", lambda: 3)
+  with _within(_device("cpu", "cpu"), 512):
+    place.check_waiting("k", 2, _place("v5p", params))
 
 
 @pytest.mark.parametrize(
@@ -280,70 +311,95 @@ def test_xla_has_threads_for_processors_and_for_devices(
   assert topology.num_simulation_threads() == threads  # eight CPU devices
 
 
-# --- interpreter -----------------------------------------------------------
+# --- parameters -------------------------------------------------------------
 
 
-def _params(interpret=None, *, is_plain_mesh=False):
-  return place.interpret_params(
-    interpret,
-    num_cores=2,
-    place=dataclasses.replace(_place("v5p"), is_plain_mesh=is_plain_mesh),
+def _params(interpret=None):
+  return place.find(interpret).params
+
+
+@pytest.mark.parametrize("interpret", [None, True])
+def test_the_simulator_hides_nothing_by_default(interpret):
+  params = _params(interpret)
+  assert params == cm.SimulatorParams()
+  assert (params.seed, params.dma, params.detect_races) == (0, "late", True)
+  assert params.on_finding == "raise" and params.session is None
+
+
+@pytest.mark.parametrize("of_kernel", [_OURS, _OF_JAX])
+@pytest.mark.parametrize(
+  "of_context", [cm.SimulatorParams(seed=8), pltpu.InterpretParams()]
+)
+def test_the_kernels_own_params_come_before_the_contexts(of_kernel, of_context):
+  with pltpu.force_tpu_interpret_mode(of_context):
+    assert _params() is of_context
+    assert _params(True) is of_context
+    assert _params(of_kernel) is of_kernel
+    assert _params(False) is None
+
+
+def test_the_simulators_params_are_passed_on_as_they_are():
+  for is_plain_mesh in (True, False):
+    here = _place("v5p", _OURS, is_plain_mesh=is_plain_mesh)
+    assert place.interpret_params(num_cores=2, place=here) is _OURS
+
+
+@pytest.mark.parametrize("is_plain_mesh", [True, False])
+def test_jaxs_interpreter_is_told_of_cores_and_of_tiles(is_plain_mesh):
+  # Padding needs the size of the chip's tiles, which a plain mesh hides.
+  params = place.interpret_params(
+    num_cores=2, place=_place("v5p", _OF_JAX, is_plain_mesh=is_plain_mesh)
   )
+  bounds = "logical" if is_plain_mesh else _OF_JAX.buffer_bounds
+  assert params == dataclasses.replace(
+    _OF_JAX, num_cores_or_threads=2, buffer_bounds=bounds
+  )
+  assert not isinstance(params, cm.SimulatorParams)
 
 
-def test_the_interpreter_hides_nothing_by_default():
-  params = _params()
-  assert params.num_cores_or_threads == 2
-  assert params.dma_execution_mode == "on_wait"
-  assert params.uninitialized_memory == "nan"
-  assert params.out_of_bounds_reads == "raise"
-  assert params.buffer_bounds == "padded"
-  assert params == _params(True)
-
-
-def test_a_plain_mesh_does_not_pad_buffers_to_tiles():
-  assert _params(is_plain_mesh=True).buffer_bounds == "logical"
-  with cm.simulation():
-    params = _params(is_plain_mesh=True)
-  assert params.buffer_bounds == "logical" and params.detect_races
-
-
-def test_the_kernels_own_params_come_before_the_contexts():
-  with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(random_seed=7)):
-    assert _params().random_seed == 7
-    assert _params(True).random_seed == 7
-    own = _params(_EARLY)
-  assert own.random_seed is None and own.dma_execution_mode == "eager"
-  assert own.num_cores_or_threads == 2
+# --- simulation -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("races", [True, False])
-@pytest.mark.parametrize(
-  ("dma", "mode"), [("late", "on_wait"), ("early", "eager")]
-)
-def test_a_simulation_sets_what_kernels_inside_use(races, dma, mode):
-  before = _params()
-  with cm.simulation(races=races, dma=dma):
+@pytest.mark.parametrize("dma", ["late", "early", "random"])
+@pytest.mark.parametrize("on_finding", ["raise", "record"])
+def test_a_simulation_sets_what_kernels_inside_use(races, dma, on_finding):
+  options = dict(dma=dma, on_finding=on_finding)
+  with cm.simulation(seed=3, races=races, **options) as run:
     params = _params()
     with _within(_device("TPU v5", "tpu", 2)):
       assert place.find(None).is_simulated
-  assert params.detect_races is races and params.dma_execution_mode == mode
-  assert params.buffer_bounds == before.buffer_bounds
-  assert _params() == before
+  assert params == cm.SimulatorParams(
+    seed=3, detect_races=races, session=run, **options
+  )
+  assert _params() == cm.SimulatorParams()
 
 
-def test_a_simulation_looks_for_races_unless_told_not_to():
-  with cm.simulation():
-    params = _params()
-  assert params.detect_races and params.dma_execution_mode == "on_wait"
+def test_a_simulation_hides_nothing_unless_told_to():
+  with cm.simulation() as run:
+    assert _params() == cm.SimulatorParams(session=run)
+  assert isinstance(run, cm.Simulation)
+  assert run.runs == [] and run.findings == () and run.error() is None
 
 
 def test_a_simulation_ends_with_an_error_too():
-  with pytest.raises(ZeroDivisionError), cm.simulation():
+  with pytest.raises(ZeroDivisionError), cm.simulation(seed=3):
     raise ZeroDivisionError
-  assert not _params().detect_races
-  with pytest.raises(UnsupportedError, match="'late' or 'early'; got 'eager'"):
-    with cm.simulation(dma="eager"):
+  assert _params() == cm.SimulatorParams()
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(dma="eager"), "'late', 'early' or 'random'; got 'eager'"),
+    (dict(on_finding="print"), "'raise' or 'record'; got 'print'"),
+    (dict(seed=1.5), r"seed must be an int; got 1\.5"),
+    (dict(seed=True), "seed must be an int; got True"),
+  ],
+)
+def test_a_simulation_refuses_what_it_does_not_know(options, message):
+  with pytest.raises(UnsupportedError, match=message):
+    with cm.simulation(**options):
       pass
 
 
