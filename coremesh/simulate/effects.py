@@ -1,5 +1,6 @@
 """Source for what touches memory: loads, stores, semaphores and DMAs."""
 
+import math
 from typing import Any
 
 import jax
@@ -227,7 +228,10 @@ def _target(
   """Source of (device, coordinates) of another worker; None for this one."""
   if device_id is None and core_index is None:
     return None
+  if em.retarget == "own target":
+    return None
   changes: dict[Any, str] = {}
+  core = None if core_index is None else _number(core_index)
   if isinstance(device_id, dict):
     for axis, index in device_id.items():
       changes |= _along(em, axis, index)
@@ -239,14 +243,21 @@ def _target(
     changes = dict(zip(axes, map(_number, device_id), strict=True))
   elif device_id is not None:
     em.crosses_devices = True
-    coords = _coords(em, {}, core_index)
-    return f"(m.device(w, {_number(device_id)}), {coords})"
+    coords = _coords(em, {}, core)
+    number = _moved(em, _number(device_id), math.prod(em.device_axes.values()))
+    return f"(m.device(w, {number}), {coords})"
+  else:
+    axis = next(iter(em.core_axes))
+    core = _moved(em, str(core), em.core_axes[axis])
   unknown = [a for a in changes if a not in {**em.device_axes, **em.core_axes}]
   if unknown:
     raise errors.AxisError(
       f"device_id names {unknown}, which are axes of neither the device mesh"
       f" {list(em.device_axes)} nor the cores {list(em.core_axes)}."
     )
+  for axis in list(changes)[:1]:
+    size = {**em.device_axes, **em.core_axes}[axis]
+    changes[axis] = _moved(em, changes[axis], size)
   device = "w.device"
   if any(axis in em.device_axes for axis in changes):
     em.crosses_devices = True
@@ -257,7 +268,15 @@ def _target(
         f"({number}) * {size} + m.along({changes.get(axis, own)}, {size})"
       )
     device = number
-  return f"({device}, {_coords(em, changes, core_index)})"
+  return f"({device}, {_coords(em, changes, core)})"
+
+
+def _moved(em: emitter.Emitter, index: str, size: int) -> str:
+  """The first coordinate of a target, or the next in a mutant."""
+  em.num_targets = size
+  if em.retarget != "next target":
+    return index
+  return f"({index} + 1) % {size}"
 
 
 def _along(em: emitter.Emitter, axis: Any, index: Any) -> dict[Any, str]:
@@ -277,12 +296,12 @@ def _number(value: Any) -> str:
   return f"int({value})" if is_name else str(int(value))
 
 
-def _coords(em: emitter.Emitter, changes: Any, core_index: Any) -> str:
+def _coords(em: emitter.Emitter, changes: Any, core: str | None) -> str:
   entries = {
     axis: index for axis, index in changes.items() if axis in em.core_axes
   }
-  if core_index is not None:
-    entries[next(iter(em.core_axes))] = _number(core_index)
+  if core is not None:
+    entries[next(iter(em.core_axes))] = core
   if not entries:
     return "w.coords"
   items = ", ".join(f"{em.constant(a, 'a')}: {i}" for a, i in entries.items())

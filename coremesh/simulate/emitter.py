@@ -15,7 +15,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import capacity, machine, memory
+from coremesh.simulate import capacity, machine, memory, synchronisation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +112,9 @@ class Emitter:
     holdings: the memory that is held at once.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
+    operations: what notes, and may change, what synchronises.
+    retarget: how the operation written now changes its target, None as it is.
+    num_targets: workers along the first axis of the last target written.
   """
 
   def __init__(
@@ -122,6 +125,7 @@ class Emitter:
     core_axes: Mapping[Any, int],
     rules: Mapping[str, Callable[["Emitter", Any], None]],
     value_rules: Mapping[str, Callable[..., Callable[..., Any]]],
+    operations: synchronisation.Operations | None = None,
   ):
     self.mesh = mesh
     self.device_axes = device_axes
@@ -131,6 +135,9 @@ class Emitter:
     self.holdings = capacity.Holdings()
     self.grid: list[tuple[str, str]] = []
     self.crosses_devices = False
+    self.operations = operations
+    self.retarget: str | None = None
+    self.num_targets = 0
     self.constants: dict[str, Any] = {"np": np}
     self.lines: list[str] = []
     self._rules = rules
@@ -232,10 +239,12 @@ class Emitter:
   def equation(self, eqn: Any) -> None:
     name = kernel_ir.qualified_name(eqn.primitive)
     rule = self._rules.get(name)
-    if rule is not None:
+    if rule is None:
+      self.value(eqn, name)
+    elif self.operations is None:
       rule(self, eqn)
-      return
-    self.value(eqn, name)
+    else:
+      self.operations.write(self, eqn, rule, name, self._line)
 
   def value(self, eqn: Any, name: str) -> None:
     """An equation that only computes values."""

@@ -10,7 +10,14 @@ import numpy as np
 
 from coremesh import chips
 from coremesh._compat import kernel_ir
-from coremesh.simulate import execution, findings, machine, program, session
+from coremesh.simulate import (
+  execution,
+  findings,
+  machine,
+  program,
+  session,
+  synchronisation,
+)
 
 
 class Launch:
@@ -27,13 +34,7 @@ class Launch:
   def __init__(self, kernel: kernel_ir.KernelProgram, params: Any):
     self._kernel = kernel
     self._params = params
-    chip = chips.chip_of_device_kind(kernel.device_kind)
-    self._program = program.compile_program(
-      kernel,
-      num_cores=chip.tensor_cores_per_device
-      if chip is not None
-      else params.num_cores_or_threads,
-    )
+    self._program = self._compile()
     self._num_devices = math.prod(kernel.device_axes.values())
     self._meets = self._program.crosses_devices and self._num_devices > 1
     self._gate = threading.Condition()
@@ -63,6 +64,18 @@ class Launch:
     if here.error is not None:
       raise here.error
     return here.results[index]
+
+  def _compile(
+    self, operations: synchronisation.Operations | None = None
+  ) -> program.Program:
+    chip = chips.chip_of_device_kind(self._kernel.device_kind)
+    return program.compile_program(
+      self._kernel,
+      num_cores=chip.tensor_cores_per_device
+      if chip is not None
+      else self._params.num_cores_or_threads,
+      operations=operations,
+    )
 
   def _compiled(self) -> program.Program:
     """What runs now."""

@@ -18,6 +18,7 @@ from coremesh.simulate import (
   lanes,
   machine,
   stateful,
+  synchronisation,
   tensor_core,
   values,
 )
@@ -84,7 +85,10 @@ class Program:
 
 
 def compile_program(
-  kernel: kernel_ir.KernelProgram, *, num_cores: int = 1
+  kernel: kernel_ir.KernelProgram,
+  *,
+  num_cores: int = 1,
+  operations: synchronisation.Operations | None = None,
 ) -> Program:
   """Compiles a kernel.
 
@@ -92,6 +96,7 @@ def compile_program(
     kernel: as JAX traced it.
     num_cores: TensorCores of a device, which share the parallel dimensions of
       a `pallas_call`.
+    operations: notes what synchronises, and may change it.
 
   Raises:
     UnsupportedError: it holds an operation that the simulator does not know.
@@ -124,6 +129,7 @@ def compile_program(
       core_axes=core_axes,
       rules=RULES,
       value_rules=VALUE_RULES,
+      operations=operations,
     )
     for declaration in operands[num_arrays:]:
       if declaration is not None and declaration.mesh == mesh:
