@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import coremesh as cm
-from coremesh.simulate import findings, launch, params, session
+from coremesh.simulate import findings, launch, params, program, session
 
 Shape = jax.ShapeDtypeStruct
 
@@ -56,6 +55,10 @@ class Kernel:
     noted = session.Simulation()
     self._simulate(args, {"session": noted, **options})
     return list(noted.findings)
+
+  def program_excess(self) -> tuple[str, ...]:
+    """What does not fit into the chip's memories; nothing is run."""
+    return program.compile_program(self.program).excess
 
   def _simulate(self, args, options):
     run = launch.Launch(self.program, params.SimulatorParams(**options))

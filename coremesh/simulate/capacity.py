@@ -53,7 +53,8 @@ class Holdings:
     return [
       f"A {core} of {chip.generation} has {_bytes(have[space])} of"
       f" {space.upper()}, but the kernel holds {_bytes(size)} at once, tiles"
-      f" filled up: {_named(declarations)}. Use smaller blocks or fewer buffers."
+      f" filled up: {_named(declarations)}. Use smaller blocks or fewer"
+      " buffers."
       for space, (size, declarations) in self._most.items()
       if have.get(space) and size > have[space]
     ]

@@ -95,8 +95,8 @@ class Records:
     return number
 
   def are_adds(self, members: tuple[int, ...]) -> bool:
-    """Whether a set is one of additions."""
-    return bool(members) and self.accesses[members[0]].kind == "add"
+    """Whether a set is one of additions (and what they add to)."""
+    return bool(members) and self.accesses[members[-1]].kind == "add"
 
   def follows(self, number: int, clock: Clock) -> bool:
     """Whether an access happened before what `clock` knows."""
@@ -181,18 +181,23 @@ class Shadow:
     return [records.accesses[m] for m in raced]
 
   def _add(self, writes, reads, number, clock) -> list[Access]:
-    """Notes an addition, which races with all but other additions."""
+    """Notes an addition, which races with all but other additions.
+
+    The write that it adds to and the reads since are kept: an addition that
+    comes later may follow this one's author and not them.
+    """
     records, raced = self._records, []
     for old in _distinct(reads):
       raced += records.sets[old]
     before = writes.copy()
     for old in _distinct(before):
       members = records.sets[old]
-      adds = records.are_adds(members)
-      raced += () if adds else members
-      kept = [m for m in members if adds and not records.follows(m, clock)]
+      others = [m for m in members if records.accesses[m].kind != "add"]
+      raced += others
+      kept = [
+        m for m in members if m in others or not records.follows(m, clock)
+      ]
       writes[before == old] = records.set_number((*kept, number))
-    reads[...] = 0
     return [records.accesses[m] for m in raced if not records.follows(m, clock)]
 
   def _with(self, old: int, number: int, clock: Clock) -> int:

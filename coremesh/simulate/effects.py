@@ -17,18 +17,13 @@ def _load(em: emitter.Emitter, part: access.Part) -> str:
   """Source of the value of a part of a ref."""
   site = em.site(f"load of {part.declaration.name!r}")
   steps = part.steps(site)
-  if part.declaration.is_shared:
-    return f"m.load(w, {part.name}, {steps}, {site})"
-  return f"read({part.name}.data, {steps})"
+  return f"m.load(w, {part.name}, {steps}, {site})"
 
 
 def _store(em: emitter.Emitter, part: access.Part, value: str) -> None:
   site = em.site(f"store to {part.declaration.name!r}")
   steps = part.steps(site)
-  if part.declaration.is_shared:
-    em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
-  else:
-    em.line(f"write({part.name}.data, {steps}, {value})")
+  em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
 
 
 def _is_used(eqn: Any) -> bool:
@@ -365,6 +360,7 @@ def _semaphore_read(em: emitter.Emitter, eqn: Any) -> None:
 
 def _barrier_semaphore(em: emitter.Emitter, eqn: Any) -> None:
   declaration = emitter.declare("barrier", eqn.outvars[0].aval, em.mesh)
+  em.scoped.append(declaration)
   tag = em.constant(eqn.params.get("tag"))
   ref = em.let(f"m.barrier(w, {em.constant(declaration, 'd')}, {tag})", "r")
   em.refs[str(ref)] = declaration

@@ -418,6 +418,13 @@ class Machine:
         " first."
       )
       self.report("scope", text, key)
+    elif before.kind == "leave":
+      text = (
+        f"{now.who}: {now.site} ({now.kind}) touches {buffer} when"
+        f" {before.who} may have left the scope of that memory ({before.site})."
+        " Let the owner wait for it first."
+      )
+      self.report("scope", text, key)
     elif now.kind == "leave":
       text = (
         f"{now.who} leaves the scope of {buffer} while {before.who}:"
@@ -503,6 +510,14 @@ class Machine:
     member = family.members.get(place)
     if member is not None:
       return member
+    for axis in family.axes:
+      size = family.mesh.shape[axis]
+      if not 0 <= coords[axis] < size:
+        return self.stop(
+          "out of bounds",
+          f"{worker}: {site} reaches {axis} {coords[axis]}, but a device has"
+          f" {size} of them.",
+        )
     if not family.outlives_kernel:
       self.report(
         "scope",
@@ -527,17 +542,13 @@ class Machine:
       self._report_input(buffer, worker, site)
     old = buffer.data[key]
     if buffer.shadow is not None:
-      # Atomic operations are ordered among each other.
+      # It may meet other additions, and nothing else. Who comes later knows
+      # what those before knew; that chance had it come later orders no more.
+      part = (tuple(slice(i, i + 1) for i in key),)
+      number = self._number(worker, site, "add")
+      self._note(buffer, part, number, worker.clock, lambda: True)
       if buffer.family in self._atomic_clocks:
         worker.acquire(self._atomic_clocks[buffer.family])
-      part = (tuple(slice(i, i + 1) for i in key),)
-      self._note(
-        buffer,
-        part,
-        self._number(worker, site, "write"),
-        worker.clock,
-        lambda: True,
-      )
       self._atomic_clocks[buffer.family] = worker.release()
     buffer.data[key] = old + value
     return old

@@ -22,8 +22,8 @@ _MAX_SENDERS = 64
 def check(mach: machine.Machine) -> None:
   """Reports barriers that the next kernel, if it is the same, could confuse.
 
-  Call it when all workers have ended and no semaphore is left raised. A kernel is
-  taken to start on a device when all cores of that device have ended the last.
+  Call it when all workers have ended and no semaphore is left raised. A kernel
+  is taken to start on a device when all its cores have ended the last.
   """
   if not mach.meets:
     return
