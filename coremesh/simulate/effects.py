@@ -415,6 +415,7 @@ def _dma_wait(em: emitter.Emitter, eqn: Any) -> None:
   tree = eqn.params["tree"]
   src, _, sem, _, _ = tree.unflatten(values)
   if sem is None:
+    em.line("m.drain(w)")
     em.bind(eqn, [])
     return
   part = access.Part(em, sem)

@@ -38,6 +38,8 @@ class Worker:
     coords: the core's place on its mesh, by axis.
     thread: its number among the threads whose events clocks count.
     clock: what it knows of all threads.
+    streams: its DMAs that raise no semaphore when they are done, and that it
+      has not waited for.
     blocked_on: the semaphore or meeting it waits for, None if it can run.
   """
 
@@ -56,6 +58,7 @@ class Worker:
     "prng",
     "program",
     "slots",
+    "streams",
     "thread",
   )
 
@@ -69,6 +72,7 @@ class Worker:
     self.thread = machine.threads.add(self)
     self.clock: clocks.Clock = np.zeros(0, np.int64)
     self.slots: list[list[int]] = []
+    self.streams: list[Transfer] = []
     self.program: Iterator[None] = iter(())
     self.blocked_on: Any = None
     self.blocked_at: Any = None
@@ -685,6 +689,8 @@ class Machine:
       slot[1] += 2  # One event for the read, one for the write.
       transfer.clock = clocks.widened(worker.release(), slot[0] + 1).copy()
       transfer.clock[transfer.thread] = transfer.event
+    if transfer.dst_sem is None:
+      worker.streams.append(transfer)
     if self.dma == "early":
       self.deliver(transfer)
     else:
@@ -695,6 +701,15 @@ class Machine:
           if semaphore.waiter is not None:
             self.due.append(semaphore)
     return self.switches()
+
+  def drain(self, worker: Worker) -> None:
+    """Waits for all streams of a vector subcore: they share one fence."""
+    for transfer in worker.streams:
+      if not transfer.is_done:
+        self.deliver(transfer)
+      if self.races:
+        worker.acquire(transfer.clock)
+    worker.streams.clear()
 
   def fetch(self, transfer: Transfer) -> None:
     """The first half of a DMA: it reads, and its read semaphore is raised."""
