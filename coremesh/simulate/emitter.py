@@ -76,13 +76,13 @@ def declare(
     name: what the user calls it.
     ref_type: its type.
     mesh: the mesh of the worker.
-    is_array: whether it holds an input or output of the kernel, which is one
-      array of the device, wherever it is kept.
+    is_array: whether it is an input or output of the kernel, which others may
+      reach whatever this kernel does.
   """
   space, mesh = kernel_ir.place_of_type(ref_type, mesh)
   axes = tuple(mesh.shape) if mesh is not None else ("core",)
   is_semaphore = kernel_ir.is_semaphore_type(ref_type)
-  if not is_semaphore and (is_array or space in ("hbm", "host")):
+  if not is_semaphore and space in ("hbm", "host"):
     axes = ()
   elif space == "vmem_shared":
     axes = axes[:1]

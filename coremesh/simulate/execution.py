@@ -1,15 +1,21 @@
 """One run of a kernel: arrays in, workers to their end, what is left, arrays out."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
-import threading
 from typing import Any
 
 import numpy as np
 
 from coremesh._compat import kernel_ir
-from coremesh.simulate import machine, memory, program, reuse, schedule
+from coremesh.simulate import (
+  kept_arrays,
+  kept_semaphores,
+  machine,
+  memory,
+  program,
+  reuse,
+  schedule,
+)
 
 _ENTRY = machine.Site("its start", "the kernel's start")
 _EXIT = machine.Site("its end", "the kernel's end")
@@ -58,18 +64,24 @@ class Execution:
       for device, arrays in self._arrays.items():
         given = arrays[i] if i < num_in else None
         if family.dtype is None:
-          family.members.update(_KEPT.take(given, family, device))
+          family.members.update(kept_semaphores.take(given, family, device))
         else:
-          buffer = self._fill_buffer(family, device, given)
-          buffer.is_input = i < num_in and i not in changed
+          is_input = i < num_in and i not in changed
+          self._fill_buffers(family, device, given, is_input=is_input)
 
-  def _fill_buffer(self, family, device, given) -> memory.Buffer:
-    buffer = memory.Buffer(family, (device,))
-    if given is not None:
-      buffer.fill(given)
-    self._mach.share(buffer)
-    family.members[(device,)] = buffer
-    return buffer
+  def _fill_buffers(self, family, device, given, *, is_input) -> None:
+    """The memories of a device that hold an array: one, or one a core."""
+    kept = None if given is None else kept_arrays.find(given)
+    sizes = dict(family.mesh.shape) if family.axes else {}
+    for coords in itertools.product(*(range(sizes[a]) for a in family.axes)):
+      buffer = memory.Buffer(family, (device, *coords))
+      if kept is not None and coords in kept:
+        buffer.fill(kept[coords])
+      elif given is not None:
+        buffer.fill(given)
+      buffer.is_input = is_input
+      self._mach.share(buffer)
+      family.members[(device, *coords)] = buffer
 
   def _make_workers(self) -> None:
     mach, axes = self._mach, self._kernel.device_axes
@@ -193,55 +205,13 @@ class Execution:
   def _outputs(self, device: int, outs: Any) -> Iterator[np.ndarray]:
     for family, type_ in zip(outs, self._kernel.out_types, strict=True):
       if family.dtype is None:
-        yield np.full(type_.shape, _KEPT.keep(family, device), np.int32)
+        yield np.full(
+          type_.shape, kept_semaphores.keep(family, device), np.int32
+        )
       else:
-        values = family.members[(device,)].values()
-        yield np.ascontiguousarray(values).reshape(type_.shape)
-
-
-class _Kept:
-  """Semaphores that outlive a kernel, by the number that stands for them.
-
-  Between kernels a semaphore is an array to XLA. It holds 0 if all counts are
-  0, else a number under which the next kernel finds the counts.
-  """
-
-  def __init__(self, most: int):
-    self._banks: OrderedDict[int, dict[Any, list[int]]] = OrderedDict()
-    self._numbers = itertools.count(1)
-    self._lock = threading.Lock()
-    self._most = most
-
-  def keep(self, family: memory.Family, device: int) -> int:
-    """Keeps the counts of a device; returns their number."""
-    counts = {
-      place: [s.count for s in bank.semaphores]
-      for place, bank in family.members.items()
-      if place[0] == device
-    }
-    if not any(itertools.chain.from_iterable(counts.values())):
-      return 0
-    with self._lock:
-      number = next(self._numbers)
-      self._banks[number] = counts
-      while len(self._banks) > self._most:  # Of kernels that never came.
-        self._banks.popitem(last=False)
-    return number
-
-  def take(
-    self, given: np.ndarray | None, family: memory.Family, device: int
-  ) -> dict[Any, memory.Bank]:
-    """The semaphores that a number stands for, on the same device."""
-    number = int(given.flat[0]) if given is not None and given.size else 0
-    with self._lock:
-      counts = self._banks.pop(number, {})
-    banks = {}
-    for (_, *coords), values in counts.items():
-      place = (device, *coords)
-      bank = banks[place] = memory.Bank(family, place)
-      for semaphore, value in zip(bank.semaphores, values, strict=True):
-        semaphore.count = value
-    return banks
-
-
-_KEPT = _Kept(4096)
+        values = {
+          place[1:]: np.ascontiguousarray(member.values())
+          for place, member in family.members.items()
+          if place[0] == device
+        }
+        yield kept_arrays.kept(values).reshape(type_.shape)

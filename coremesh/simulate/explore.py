@@ -1,16 +1,12 @@
 """A function under many interleavings: the first that goes wrong."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
-from coremesh import errors
 from coremesh.simulate import repeat
 from coremesh.simulate.findings import Finding, error_of
+from coremesh.simulate.progress import progress_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,60 +137,21 @@ def explore(
   )
   runner = repeat.Runner(fn, args, params)
   name, failures, num_runs = repeat.name_of(fn), [], 0
-  reference: tuple[str, repeat.Outcome] | None = None
-  with _progress(name, len(chosen), progress) as advance:
+  reference: repeat.Outcome | None = None
+  with progress_bar(f"exploring {name}", len(chosen), progress) as advance:
     for i, seed in enumerate(chosen):
       mode = modes[i % len(modes)]
       outcome = runner.run(seed, mode)
       num_runs += 1
       if reference is None and outcome.outputs is not None:
-        reference = f"seed={seed}, dma={mode!r}", outcome
-      found = (*outcome.faults, *_unstable(outcome, reference))
+        reference = outcome
+      found = (*outcome.faults, *repeat.unstable(outcome, reference))
       if found:
         failures.append(FailingSeed(seed=seed, dma=mode, findings=found))
         if stop_at_first:
           break
       advance()
   return Exploration(name=name, num_runs=num_runs, failures=tuple(failures))
-
-
-def _unstable(
-  outcome: repeat.Outcome, reference: tuple[str, repeat.Outcome] | None
-) -> Iterator[Finding]:
-  """A finding if a run's outputs are not those of the first."""
-  if reference is None or outcome.outputs is None:
-    return
-  how, first = reference
-  assert first.outputs is not None
-  differs = repeat.difference(first.outputs, outcome.outputs)
-  if differs is not None:
-    yield Finding(
-      kind="unstable",
-      kernel=", ".join(outcome.kernels),
-      text=(
-        f"{differs}, as it was under {how}. The result depends on the order in"
-        " which cores and DMAs run. Look for elements that several write, for"
-        " sums whose terms come in any order, and for outputs never written."
-      ),
-    )
-
-
-@contextlib.contextmanager
-def _progress(
-  name: str, total: int, shown: bool | None
-) -> Iterator[Callable[[], None]]:
-  """A bar on standard error that moves with each call of what it yields."""
-  if shown not in (None, True, False):
-    raise errors.UnsupportedError(
-      f"progress must be True, False or None; got {shown!r}."
-    )
-  console = Console(stderr=True, force_terminal=shown or None)
-  if not (console.is_terminal if shown is None else shown):
-    yield lambda: None
-    return
-  with Progress(console=console, transient=True) as bar:
-    task = bar.add_task(f"exploring {name}", total=total)
-    yield lambda: bar.advance(task)
 
 
 _MAX_SHOWN = 8

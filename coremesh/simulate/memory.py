@@ -15,17 +15,23 @@ _SUBLANES = 8
 
 
 def poison(dtype: np.dtype) -> Any:
-  """What memory holds that nobody wrote: NaN, or the largest integer."""
+  """What memory holds that nobody wrote, as JAX poisons it on a TPU.
+
+  NaN, or the integer of which only the highest bit is set.
+  """
   if dtype == np.bool_:
     return True
-  if dtype.kind in "iu":
-    return np.iinfo(dtype).max
+  if dtype.kind == "i":
+    return np.iinfo(dtype).min
+  if dtype.kind == "u":
+    return np.iinfo(dtype).max // 2 + 1
   if dtype.kind == "c":
     return complex(np.nan, np.nan)
   try:
     return ml_dtypes.finfo(dtype).dtype.type(np.nan)
   except ValueError:
-    return ml_dtypes.iinfo(dtype).max
+    info = ml_dtypes.iinfo(dtype)
+    return info.min or info.max // 2 + 1
 
 
 def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:

@@ -87,6 +87,7 @@ class Outcome:
   """What came of one run.
 
   Attributes:
+    how: seed and DMA mode, as `cm.simulation` takes them.
     outputs: by the path of each in what the function returned; None if it
       returned nothing because a kernel ended before its time.
     findings: what its kernels did wrong.
@@ -94,6 +95,7 @@ class Outcome:
     turns: how often a worker was given its turn, in all of them.
   """
 
+  how: str
   outputs: Mapping[str, np.ndarray] | None
   findings: tuple[Finding, ...]
   kernels: tuple[str, ...]
@@ -127,7 +129,7 @@ class Runner:
     Raises:
       UnsupportedError: no kernel ran in coremesh's simulator.
     """
-    session = self._session
+    session, how = self._session, f"seed={seed}, dma={dma!r}"
     session.begin(seed, dma)
     outputs = None
     try:
@@ -138,7 +140,7 @@ class Runner:
         raise
       del error
     except Exception as error:
-      error.add_note(f"Raised under seed={seed}, dma={dma!r}.")
+      error.add_note(f"Raised under {how}.")
       raise
     if not session.runs:
       raise errors.UnsupportedError(
@@ -148,6 +150,7 @@ class Runner:
         " chip.device_mesh(on='simulator')."
       )
     return Outcome(
+      how=how,
       outputs=outputs,
       findings=session.findings,
       kernels=tuple(dict.fromkeys(run.kernel for run in session.runs)),
@@ -173,6 +176,25 @@ def _array(leaf: Any) -> np.ndarray:
   ):
     leaf = jax.random.key_data(leaf)
   return np.array(leaf)
+
+
+def unstable(outcome: Outcome, reference: Outcome | None) -> Iterator[Finding]:
+  """A finding if a run's outputs are not those of an earlier run."""
+  if reference is None or outcome.outputs is None:
+    return
+  assert reference.outputs is not None
+  differs = difference(reference.outputs, outcome.outputs)
+  if differs is not None:
+    yield Finding(
+      kind="unstable",
+      kernel=", ".join(outcome.kernels),
+      text=(
+        f"{differs} as it was under {reference.how}. The result depends on the"
+        " order in which cores and DMAs run. Look for elements that several"
+        " write, for sums whose terms come in any order, and for outputs never"
+        " written."
+      ),
+    )
 
 
 def difference(

@@ -72,6 +72,8 @@ class Operations:
 
   Attributes:
     found: those written so far.
+    passed: the indices of those that a worker has come to, while the unchanged
+      programs run.
   """
 
   def __init__(
@@ -80,6 +82,7 @@ class Operations:
     of: tuple[Operation, ...] = (),
   ):
     self.found: list[Operation] = []
+    self.passed: set[int] = set()
     self._mutation = mutation
     self._line = None
     if mutation is not None and mutation.kind == "delete line":
@@ -101,13 +104,17 @@ class Operations:
     mutation = self._mutation
     is_meant = mutation is not None and mutation.index == len(self.found)
     kind = mutation.kind if mutation is not None and is_meant else None
+    if mutation is None:
+      passed = em.constant(self.passed)
+      em.line(f"{passed}.add({len(self.found)})")
     num_lines, num_constants = len(em.lines), len(em.constants)
     em.num_targets = 0
     em.retarget = kind if kind in ("own target", "next target") else None
     rule(em, eqn)
     em.retarget = None
-    if len(em.lines) == num_lines:
-      return  # It waits for nothing.
+    if len(em.lines) == num_lines:  # It waits for nothing.
+      del em.lines[num_lines - (mutation is None) :]
+      return
     sites = list(em.constants.values())[num_constants:]
     self.found.append(
       Operation(
