@@ -1,6 +1,7 @@
 """Tests for coremesh.launch: what a kernel is as a JAX function."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 import time
@@ -24,6 +25,8 @@ from coremesh.errors import (
   ShapeError,
   UnsupportedError,
 )
+from coremesh.simulate import params
+from coremesh.simulate.findings import SimulationError
 from tests import support
 
 _F32 = jnp.float32
@@ -33,6 +36,8 @@ checked_or_not = pytest.mark.parametrize("check_vma", [True, False])
 
 _CORES = cm.chip("v5p").tensor_cores()
 _ONE_CORE = cm.chip("v5p").tensor_cores(num_cores=1)
+_OF_JAX = pltpu.InterpretParams(random_seed=3)
+_TWO_CORES = dict(num_cores_or_threads=2)
 _SHAPE = (64, 128)  # of four devices
 _X = jax.ShapeDtypeStruct(_SHAPE, _F32)
 
@@ -83,7 +88,7 @@ def _launches(kernel, *args, mesh=None, **options):
   return [
     eqn.params
     for eqn in _compat.walk(program)
-    if eqn.primitive.name in _compat.KERNEL_PRIMITIVES
+    if eqn.primitive.name == _compat.KERNEL_PRIMITIVE
   ]
 
 
@@ -396,18 +401,19 @@ def test_debug_prints_the_kernels_program(capsys):
 
 
 @pytest.mark.parametrize(
-  ("interpret", "on", "seed"),
+  ("interpret", "on", "expected"),
   [
-    (None, "simulator", None),
-    (True, "compiler", None),
-    (pltpu.InterpretParams(random_seed=3), "simulator", 3),
-    (pltpu.InterpretParams(random_seed=3), "compiler", 3),
+    (None, "simulator", cm.SimulatorParams()),
+    (True, "compiler", cm.SimulatorParams()),
+    (cm.SimulatorParams(seed=3), "simulator", cm.SimulatorParams(seed=3)),
+    (_OF_JAX, "simulator", dataclasses.replace(_OF_JAX, **_TWO_CORES)),
+    (_OF_JAX, "compiler", dataclasses.replace(_OF_JAX, **_TWO_CORES)),
   ],
 )
-def test_interpret_chooses_the_interpreter(interpret, on, seed):
+def test_interpret_chooses_the_interpreter(interpret, on, expected):
   [found] = _launches(_double(interpret=interpret), _X, mesh=_mesh(on))
-  assert found["interpret"].random_seed == seed
-  assert found["interpret"].num_cores_or_threads == 2
+  assert found["interpret"] == expected
+  assert type(found["interpret"]) is type(expected)
 
 
 @pytest.mark.parametrize(("interpret", "on"), [(False, "simulator"), (None, 0)])
@@ -464,9 +470,18 @@ def test_a_kernel_is_a_function_that_jax_can_cache():
 # --- several bodies --------------------------------------------------------
 
 
+def _check_copies(kernel, x, chip):
+  """Checks that a kernel, simulated, copies an array of this type."""
+  values = _array(x.shape, x.dtype)
+  with cm.simulation() as run:
+    y = support.over_devices(kernel, _mesh(chip=chip))(values)
+  np.testing.assert_array_equal(y, values)
+  assert run.runs and not run.findings
+
+
 @pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
 @pytest.mark.parametrize("by_name", [True, False])
-def test_several_bodies_on_several_meshes_compile(by_name, chip):
+def test_several_bodies_on_several_meshes_run_and_compile(by_name, chip):
   mesh = _mesh("compiler", chip=chip)
   scalar = cm.chip(chip).scalar_subcores()
   vector = cm.chip(chip).vector_subcores()
@@ -493,10 +508,11 @@ def test_several_bodies_on_several_meshes_compile(by_name, chip):
   x = jax.ShapeDtypeStruct((mesh.size * workers * 8, 128), _F32)
   [found] = _compile(kernel, x, mesh=mesh).kernels
   assert found.meshes == (scalar, vector)
+  _check_copies(kernel, x, chip)
 
 
 @pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
-def test_a_body_on_the_vector_subcores_compiles(chip):
+def test_a_body_on_the_vector_subcores_runs_and_compiles(chip):
   mesh = _mesh("compiler", chip=chip)
   vector = cm.chip(chip).vector_subcores()
 
@@ -511,6 +527,7 @@ def test_a_body_on_the_vector_subcores_compiles(chip):
   workers = vector.num_cores * vector.num_subcores
   x = jax.ShapeDtypeStruct((mesh.size * workers * 8, 128), _F32)
   assert _compile(kernel, x, mesh=mesh).kernels[0].meshes == (vector,)
+  _check_copies(kernel, x, chip)
 
 
 @pytest.mark.parametrize(
@@ -827,11 +844,15 @@ def test_a_plain_mesh_of_cpu_devices_is_a_simulator_too(check_vma):
 
 
 @pytest.mark.parametrize("kind", ["vector_subcores", "scalar_subcores"])
-def test_sparse_cores_on_a_cpu_are_refused_with_the_way_out(kind):
-  kernel = _copying(mesh=getattr(cm.chip("v5p"), kind)())
-  message = r"'_copy_body' runs on SparseCore subcores.*cm\.compile\(fn"
+def test_jaxs_interpreter_is_refused_on_sparse_cores_with_the_way_out(kind):
+  kernel = _copying(mesh=getattr(cm.chip("v5p"), kind)(), interpret=_OF_JAX)
+  message = r"'_copy_body' runs on SparseCore subcores.*coremesh's simulator"
   with pytest.raises(UnsupportedError, match=message):
     _simulated(kernel)(_array())
+  with pltpu.force_tpu_interpret_mode(_OF_JAX):
+    kernel = dataclasses.replace(kernel, interpret=None)
+    with pytest.raises(UnsupportedError, match=message):
+      _simulated(kernel)(_array())
 
 
 @pytest.mark.parametrize("mesh", [None, "core", 2, _double_body])
@@ -1234,6 +1255,7 @@ def _failure(fn, within=contextlib.nullcontext):
     within(),
   ):
     jax.block_until_ready(fn(_array()))
+  params.reset()
   found = caught.value
   return "\n".join(map(str, [found, *getattr(found, "exceptions", ())]))
 
@@ -1243,17 +1265,41 @@ def test_reading_outside_an_array_is_an_error():
     start = (jax.lax.axis_index("core") + 1) * jnp.int32(100)
     cm.copy(x_hbm.at[pl.ds(start, 8)], o_hbm.at[pl.ds(0, 8)])
 
-  assert "Out-of-bounds read" in _failure(_copying(body))
+  of_core = r"elements \[100, 108\) of a dimension of 64 of 'input 0'"
+  with pytest.raises(SimulationError, match=of_core) as caught, cm.simulation():
+    jax.block_until_ready(_copying(body)(_array()))
+  [finding] = caught.value.findings
+  assert finding.kind == "out of bounds" and finding.kernel == "body"
+  assert re.search(of_core, _failure(_copying(body)))  # In JAX's own error.
+  of_jax = _copying(body, interpret=_OF_JAX)
+  assert "Out-of-bounds read" in _failure(of_jax)
 
 
 def _racy_body(x_hbm, o_hbm):
-  cm.copy(x_hbm, o_hbm)  # Both cores write all of it.
+  core = jax.lax.axis_index("core")
+  cm.copy(x_hbm.at[pl.ds(core * 8, 8)], o_hbm.at[pl.ds(0, 8)])
+  cm.copy(x_hbm.at[pl.ds(8, 56)], o_hbm.at[pl.ds(8, 56)])  # Equal: no race.
 
 
 def test_a_simulation_finds_races_of_functions_already_jitted():
   fn = jax.jit(_copying(_racy_body, mesh=_CORES))
-  np.testing.assert_array_equal(fn(_array()), _array())
-  assert "race" in _failure(fn, cm.simulation).lower()
+  with cm.simulation(races=False):
+    np.testing.assert_array_equal(fn(_array())[8:], _array()[8:])
+  with pytest.raises(SimulationError) as caught, cm.simulation():
+    jax.block_until_ready(fn(_array()))
+  assert {f.kind for f in caught.value.findings} == {"race"}
+  assert all("launch_test.py" in f.text for f in caught.value.findings)
+
+
+def test_races_are_looked_for_without_a_simulation():
+  fn = _copying(_racy_body, mesh=_CORES)
+  assert "[race] kernel '_racy_body'" in _failure(fn)
+
+
+def test_jaxs_interpreter_looks_for_races_if_asked():
+  racy = dataclasses.replace(_OF_JAX, detect_races=True)
+  fn = _copying(_racy_body, mesh=_CORES, interpret=racy)
+  assert "RACE DETECTED" in _failure(fn)
 
 
 def test_a_simulation_passes_a_kernel_without_races():
@@ -1262,11 +1308,29 @@ def test_a_simulation_passes_a_kernel_without_races():
     np.testing.assert_array_equal(fn(_array()), _array() + _array())
 
 
-def test_a_barrier_that_could_not_end_is_refused(monkeypatch):
+@pytest.mark.parametrize("interpret", [None, _OF_JAX], ids=["ours", "jax"])
+def test_a_barrier_that_could_not_end_is_refused(interpret, monkeypatch):
+  # Only JAX's interpreter needs a thread for each core.
   monkeypatch.setattr(topology, "num_simulation_threads", lambda: 12)
-  with pytest.raises(UnsupportedError, match="they would wait for ever"):
-    _simulated(_double())(_array())
-  np.testing.assert_array_equal(_simulated(_copying())(_array()), _array())
+  fn = _simulated(_double(interpret=interpret))
+  if interpret is None:
+    np.testing.assert_array_equal(fn(_array()), _array() + _array())
+  else:
+    with pytest.raises(UnsupportedError, match="they would wait for ever"):
+      fn(_array())
+  fn = _simulated(_copying(interpret=interpret))
+  np.testing.assert_array_equal(fn(_array()), _array())
+
+
+@every_route
+@pytest.mark.parametrize("races", [True, False])
+def test_jaxs_interpreter_gives_the_same_bits(route, races):
+  of_jax = dataclasses.replace(_OF_JAX, detect_races=races)
+  fn = _simulated(_double(route=route, interpret=of_jax))
+  np.testing.assert_array_equal(fn(_array()), _array() + _array())
+  with pltpu.force_tpu_interpret_mode(of_jax):
+    found = _simulated(_double(route=route))(_array())
+  np.testing.assert_array_equal(found, _array() + _array())
 
 
 def _reads_too_early(x_hbm, o_hbm, buffer, sem):
@@ -1285,7 +1349,7 @@ def _is_caught(fn):
 def test_a_dma_happens_as_late_or_as_early_as_asked():
   memory = [pltpu.VMEM(_PART, _F32), pltpu.SemaphoreType.DMA]
   fn = _simulated(_copying(_reads_too_early, scratch=memory))
-  assert _is_caught(fn)  # late is the default
+  assert "[race]" in _failure(fn)  # whatever the values
   with cm.simulation(races=False, dma="early"):
     assert not _is_caught(fn)
   with cm.simulation(races=False, dma="late"):
@@ -1293,12 +1357,23 @@ def test_a_dma_happens_as_late_or_as_early_as_asked():
   eager = pltpu.InterpretParams(dma_execution_mode="eager")
   with pltpu.force_tpu_interpret_mode(eager):
     assert not _is_caught(fn)
-  assert _is_caught(fn)
-  early = _copying(_reads_too_early, scratch=memory, interpret=eager)
-  assert not _is_caught(_simulated(early))
+  late = dataclasses.replace(eager, dma_execution_mode="on_wait")
+  for of_jax, is_caught in [(eager, False), (late, True)]:
+    kernel = _copying(_reads_too_early, scratch=memory, interpret=of_jax)
+    assert _is_caught(_simulated(kernel)) is is_caught
+
+
+def test_a_dma_is_late_unless_asked():
+  memory = [pltpu.VMEM(_PART, _F32), pltpu.SemaphoreType.DMA]
+  ours = cm.SimulatorParams(detect_races=False)
+  kernel = _copying(_reads_too_early, scratch=memory, interpret=ours)
+  assert _is_caught(_simulated(kernel))
 
 
 def test_the_interpreter_can_be_forced_on_devices_that_only_compile():
-  with pltpu.force_tpu_interpret_mode():
+  with pltpu.force_tpu_interpret_mode(_OF_JAX):
     [found] = _launches(_double(), _X)
-  assert found["interpret"] and found["interpret"].num_cores_or_threads == 2
+  assert found["interpret"] == dataclasses.replace(_OF_JAX, **_TWO_CORES)
+  with cm.simulation(seed=3) as run:
+    [found] = _launches(_double(), _X)
+  assert found["interpret"] == cm.SimulatorParams(seed=3, session=run)
