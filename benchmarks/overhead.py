@@ -36,15 +36,17 @@ import coremesh as cm
 from examples import add_one, indexed_add_one, swap_cores
 
 _PAIRS = flags.DEFINE_integer(
-  "pairs", 60, "Pairs to time for each kernel.", lower_bound=3
+  "pairs", 107, "Pairs to time for each kernel.", lower_bound=3
 )
 _OUT = flags.DEFINE_string(
   "out", "benchmarks/out/overhead.json", "Where to write the figures."
 )
 
 
-# About as many frames as a chunk of Python's frame memory holds.
-_FRAMES = 120
+# The depths of the call stack at which one pair each is timed: one period, for
+# a chunk of Python's frame memory (16 KiB) holds 107 frames of `_seconds` (19
+# words), and more would count some depths twice.
+_FRAMES = 107
 
 # JAX keeps what it has traced for a function. So bodies are made anew, as the
 # examples make theirs, or by-hand would be timed with a warm cache.

@@ -383,9 +383,10 @@ def _is_literal(atom: Any) -> bool:
   return isinstance(atom, jex_core.Literal)
 
 
-# A kernel launch: `mpmd_map`, the primitive of `pl.kernel`, with the
-# transformations it lacks. Its parameters are the same.
-kernel_p = _core.Primitive("coremesh_kernel")
+# A kernel launch: the primitive of `pl.kernel` with the transformations it lacks.
+# Its parameters are the same, and its name is: by it JAX finds the collective
+# ids in a program, so as not to hand them out again.
+kernel_p = _core.Primitive(_mpmd.mpmd_map_p.name)
 kernel_p.multiple_results = True
 kernel_p.def_effectful_abstract_eval(_mpmd._mpmd_map_abstract_eval)
 
@@ -451,7 +452,7 @@ _core.custom_typechecks[kernel_p] = _mpmd._mpmd_map_typecheck_rule
 # which the compiler heeds.
 _partial_eval.dce_rules[kernel_p] = _mpmd._mpmd_map_dce_rule
 
-KERNEL_PRIMITIVES = ("mpmd_map", kernel_p.name)
+KERNEL_PRIMITIVE = _mpmd.mpmd_map_p.name
 
 
 def without_idle_inputs(

@@ -74,7 +74,7 @@ def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
   return [
     _of_kernel(eqn.params)
     for eqn in _compat.walk(jaxpr)
-    if eqn.primitive.name in _compat.KERNEL_PRIMITIVES
+    if eqn.primitive.name == _compat.KERNEL_PRIMITIVE
   ]
 
 
