@@ -13,6 +13,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dtypes as _dtypes
+from jax._src import prng as _prng
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.pallas import core as _pallas_core
@@ -23,7 +24,6 @@ from jax._src.pallas import primitives as _pallas_primitives
 from jax._src.pallas.mosaic import core as _mosaic_core
 from jax._src.pallas.mosaic import pipeline as _pipeline
 from jax._src.pallas.mosaic import primitives as _mosaic_primitives
-from jax._src.pallas.mosaic import random as _random
 from jax._src.pallas.mosaic import sc_core as _sc_core
 from jax._src.pallas.mosaic import sc_primitives as _sc_primitives
 from jax._src.state import indexing as _indexing
@@ -40,7 +40,7 @@ _MODULES = {
   "pallas": _pallas_primitives,
   "helpers": _pallas_helpers,
   "tpu": _mosaic_primitives,
-  "random": _random,
+  "random": _prng,
   "pipeline": _pipeline,
   "sc": _sc_primitives,
   "checkify": _checkify,
@@ -256,6 +256,20 @@ class KernelProgram:
   dimension_semantics: tuple[str, ...] | None = None
   device_axes: Mapping[Any, int] = dataclasses.field(default_factory=dict)
   device_kind: str = ""
+
+
+def failed_check(eqn: Any, values: Sequence[Any]) -> tuple[Any, str]:
+  """A `debug_check`: the operand that is true if it fails, and its message."""
+  error = jax.tree.unflatten(eqn.params["err_tree"], values)
+  (failed,) = error._pred.values()
+  (tree,) = error._metadata.values()
+  (payload,) = error._payload.values()
+  return failed, jax.tree.unflatten(tree, payload).fmt_string
+
+
+def debug_checks_enabled() -> bool:
+  """Whether kernels traced now check what `pl.debug_check` says."""
+  return _pallas_core.debug_checks_enabled()
 
 
 # Called with the device's index in its mesh and arrays; returns arrays.

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from coremesh import errors
 from coremesh._compat import kernel_ir
 from coremesh.simulate import emitter, memory
 
@@ -114,6 +115,36 @@ def _empty_ref(em: emitter.Emitter, eqn: Any) -> None:
   em.bind(eqn, [ref])
 
 
+def _new_ref(em: emitter.Emitter, eqn: Any) -> None:
+  site = em.site("new_ref")
+  ref = allocate(em, "new_ref", eqn.outvars[0].aval, site)
+  (value,) = em.atoms(eqn.invars)
+  inside = "".join(f"slice(0, {n}), " for n in eqn.outvars[0].aval.shape)
+  em.line(f"m.store(w, {ref}, (({inside}),), {value}, {site})")
+  em.bind(eqn, [ref])
+
+
+def _get_global(em: emitter.Emitter, eqn: Any) -> None:
+  declaration = emitter.declare("global", eqn.outvars[0].aval, em.mesh)
+  em.scoped.append(declaration)
+  ref = em.let(f"m.get_global(w, {em.constant(declaration, 'd')})", "r")
+  em.refs[str(ref)] = declaration
+  em.bind(eqn, [ref])
+
+
+def _check(em: emitter.Emitter, eqn: Any) -> None:
+  if not eqn.params["debug"]:
+    raise errors.UnsupportedError(
+      "A TPU kernel cannot hold checkify.check; use pl.debug_check."
+    )
+  if kernel_ir.debug_checks_enabled():
+    failed, message = kernel_ir.failed_check(eqn, em.atoms(eqn.invars))
+    site = em.site("debug_check")
+    with em.block(f"if {failed}:"):
+      em.line(f"m.fail_check(w, {message!r}, {site})")
+  em.bind(eqn, [])
+
+
 def _free_ref(em: emitter.Emitter, eqn: Any) -> None:
   (ref,) = em.atoms(eqn.invars)
   em.line(f"m.free(w, {ref}, {em.site('free_ref')})")
@@ -194,7 +225,10 @@ RULES = {
   "sc.parallel_loop": _parallel_loop,
   "pallas.run_scoped": _run_scoped,
   "empty_ref": _empty_ref,
+  "new_ref": _new_ref,
   "free_ref": _free_ref,
+  "pallas.get_global": _get_global,
+  "checkify.check": _check,
   "tpu.touch": _touch,
   "pipeline.emit_pipeline": _pipeline,
   "pipeline.pipeline_body": _pipeline_body,

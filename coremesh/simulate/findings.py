@@ -11,6 +11,7 @@ type Kind = Literal[
   "endless",
   "race",
   "deadlock",
+  "check",
   "leftover",
   "unwaited",
   "out of bounds",

@@ -496,6 +496,18 @@ class Machine:
       family.members[place] = member
     return member
 
+  def get_global(self, worker: Worker, declaration: Any) -> Any:
+    """A worker's memory that is there in every launch of the kernel."""
+    family = self.families.get(declaration)
+    if family is None:
+      family = self.families[declaration] = declaration.family()
+      family.outlives_kernel = True
+    return self.member(worker.device, worker.coords, family)
+
+  def fail_check(self, worker: Worker, message: str, site: Site) -> None:
+    """Ends the simulation: a `debug_check` of the kernel has failed."""
+    self.stop("check", f"{worker}: {site} failed: {message}")
+
   def free(self, worker: Worker, member: Any, site: Site) -> None:
     """The worker leaves the scope of its own memory."""
     if isinstance(member, memory.Buffer) and member.owner is worker:

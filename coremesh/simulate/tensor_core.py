@@ -209,10 +209,21 @@ def _nothing(params, in_avals, out_avals) -> Function:
   return lambda *values: ()
 
 
+def _broadcast_to(params, in_avals, out_avals):
+  shape = out_avals[0].shape
+  return lambda value: np.broadcast_to(value, shape)
+
+
+def _same(params, in_avals, out_avals):
+  return lambda value: value
+
+
 RULES: Mapping[str, Rule] = {
   "pallas.delay": _nothing,
   "pallas.multiple_of": _multiple_of,
   "pallas.reciprocal": _reciprocal,
+  "state.broadcast_to": _broadcast_to,
+  "state.with_memory_space_constraint": _same,
   "tpu.bitcast": _bitcast,
   "tpu.conv": convolution.rule,
   "tpu.has_memory_space": _has_memory_space,
