@@ -383,9 +383,9 @@ def _is_literal(atom: Any) -> bool:
   return isinstance(atom, jex_core.Literal)
 
 
-# A kernel launch: the primitive of `pl.kernel` with the transformations it lacks.
-# Its parameters are the same, and its name is: by it JAX finds the collective
-# ids in a program, so as not to hand them out again.
+# A kernel launch: the primitive of `pl.kernel`, with the transformations it
+# lacks. Its parameters are the same, and so is its name, by which JAX finds the
+# collective ids in a program, so as not to hand them out again.
 kernel_p = _core.Primitive(_mpmd.mpmd_map_p.name)
 kernel_p.multiple_results = True
 kernel_p.def_effectful_abstract_eval(_mpmd._mpmd_map_abstract_eval)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import logging
 import pathlib
 from typing import Any
 
@@ -13,7 +14,6 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dtypes as _dtypes
-from jax._src import prng as _prng
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.pallas import core as _pallas_core
@@ -26,6 +26,7 @@ from jax._src.pallas.mosaic import pipeline as _pipeline
 from jax._src.pallas.mosaic import primitives as _mosaic_primitives
 from jax._src.pallas.mosaic import sc_core as _sc_core
 from jax._src.pallas.mosaic import sc_primitives as _sc_primitives
+from jax._src.random import prng as _prng
 from jax._src.state import indexing as _indexing
 from jax._src.state import primitives as _state_primitives
 from jax._src.state import types as _state_types
@@ -287,6 +288,24 @@ class KernelSimulator(pltpu.InterpretParams):
   def compile_kernel(self, program: KernelProgram) -> HostFunction:
     """Prepares a kernel; errors that need no values are raised here."""
     raise NotImplementedError
+
+
+class _Quiet(logging.Filter):
+  """Drops records of errors that are raised all the same."""
+
+  def __init__(self, kind: type[BaseException]):
+    super().__init__()
+    self._kind = kind
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], self._kind))
+
+
+def keep_quiet_about(kind: type[BaseException]) -> None:
+  """Keeps JAX from logging a traceback for each device that raises `kind`."""
+  logger = logging.getLogger(_callback.__name__)
+  if not any(isinstance(f, _Quiet) for f in logger.filters):
+    logger.addFilter(_Quiet(kind))
 
 
 def _device_axes() -> dict[Any, int]:
