@@ -128,6 +128,16 @@ def semaphore_kind(ref_type: Any) -> str:
   return "regular"
 
 
+def stored_dtype(dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:
+  """How an element is stored: a numpy dtype, and its own shape.
+
+  PRNG keys are arrays of words; everything else has the shape ().
+  """
+  if _dtypes.issubdtype(dtype, _dtypes.prng_key):
+    return np.dtype(np.uint32), tuple(dtype._impl.key_shape)
+  return np.dtype(dtype), ()
+
+
 def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
   """The memory a kernel's ref is in, and the mesh whose memory it is.
 
@@ -332,6 +342,15 @@ def _run_on_host(
     return _callback.io_callback(function, shapes, device, *args, ordered=True)
 
   return call
+
+
+def stored(array: Any) -> np.ndarray:
+  """An array of a kernel on the host, PRNG keys as their words."""
+  if isinstance(array, jax.Array) and _dtypes.issubdtype(
+    array.dtype, _dtypes.prng_key
+  ):
+    array = jax.random.key_data(array)
+  return np.asarray(array)
 
 
 def _physical_shape(type_: Any) -> tuple[tuple[int, ...], Any]:

@@ -41,6 +41,7 @@ class Declaration:
   dtype: Any
   axes: tuple[Any, ...]
   type: Any
+  element_shape: tuple[int, ...] = ()
   is_tiled: bool = False
   is_shared: bool = False
   is_semaphore: bool = False
@@ -61,6 +62,7 @@ class Declaration:
       shape=self.shape,
       dtype=None if self.is_semaphore else np.dtype(self.dtype),
       axes=self.axes,
+      element_shape=self.element_shape,
       is_tiled=self.is_tiled,
       is_shared=self.is_shared,
       mesh=self.mesh,
@@ -87,11 +89,15 @@ def declare(
   elif space == "vmem_shared":
     axes = axes[:1]
   is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
+  dtype, element = ref_type.dtype, ()
+  if not is_semaphore:
+    dtype, element = kernel_ir.stored_dtype(dtype)
   return Declaration(
     name=name,
     space=space,
     shape=tuple(map(int, ref_type.shape)),
-    dtype=ref_type.dtype,
+    dtype=dtype,
+    element_shape=element,
     axes=axes,
     type=ref_type,
     is_tiled=space == "hbm" or (space == "vmem" and not is_sparse),

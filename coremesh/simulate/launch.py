@@ -44,7 +44,7 @@ class Launch:
 
   def __call__(self, device: Any, *args: Any) -> Sequence[np.ndarray]:
     index = int(device)
-    arrays = [np.asarray(arg) for arg in args]
+    arrays = [kernel_ir.stored(arg) for arg in args]
     if not self._meets:
       return self._run({index: arrays})[index]
     with self._gate:

@@ -95,6 +95,7 @@ class Buffer:
     full = family.shape
     if family.is_tiled:
       full = padded_shape(family.shape, family.dtype)
+    full = (*full, *family.element_shape)
     self.data = np.full(full, poison(family.dtype), family.dtype)
 
   def fill(self, values: np.ndarray) -> None:
@@ -125,6 +126,7 @@ class Family:
     name: as in the user's code.
     space: "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem" or "host".
     axes: the core axes along which there is one each.
+    element_shape: the shape of one element, of a PRNG key its words.
     is_shared: whether others than the owner's instructions can reach it, so
       that accesses must be recorded.
     mesh: the mesh whose cores own the members.
@@ -136,6 +138,7 @@ class Family:
   shape: tuple[int, ...]
   dtype: Any
   axes: tuple[Any, ...]
+  element_shape: tuple[int, ...] = ()
   is_tiled: bool = False
   is_shared: bool = False
   mesh: Any = None
@@ -211,8 +214,9 @@ class Reshape:
   def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
     return array.reshape(base.shape)
 
-  # A reshape moves no element, so what was recorded moves alike.
-  forward_records = forward
+  def forward_records(self, numbers: np.ndarray) -> np.ndarray:
+    """What is known of each element, [..., several], in the new shape."""
+    return numbers.reshape(*self.shape, numbers.shape[-1])
 
 
 class Transpose:
@@ -229,7 +233,9 @@ class Transpose:
     del base
     return array.transpose(self._inverse)
 
-  forward_records = forward
+  def forward_records(self, numbers: np.ndarray) -> np.ndarray:
+    """What is known of each element, [..., several], in the new order."""
+    return numbers.transpose(*self.permutation, len(self.permutation))
 
 
 class Bitcast:
@@ -239,8 +245,9 @@ class Bitcast:
   a vector): word [i, j] holds elements [r * i + k, j], the first lowest.
   """
 
-  def __init__(self, dtype: Any):
+  def __init__(self, dtype: Any, old: Any = None):
     self.dtype = np.dtype(dtype)
+    self._old = self.dtype if old is None else np.dtype(old)
 
   def forward(self, array: np.ndarray) -> np.ndarray:
     old, new = array.dtype.itemsize, self.dtype.itemsize
@@ -260,6 +267,21 @@ class Bitcast:
 
   def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
     return Bitcast(base.dtype).forward(array).reshape(base.shape)
+
+  def forward_records(self, numbers: np.ndarray) -> np.ndarray:
+    """What is known of each word's part, or of a word by its parts."""
+    old, new = self._old.itemsize, self.dtype.itemsize
+    axis = max(0, numbers.ndim - 3)
+    if old >= new:
+      return np.repeat(numbers, old // new, axis)
+    *outer, lanes, known = numbers.shape
+    ratio = new // old
+    if numbers.ndim == 2:
+      return numbers.reshape(lanes // ratio, ratio * known)
+    *outer, rows = outer
+    parts = numbers.reshape(*outer, rows // ratio, ratio, lanes, known)
+    parts = np.moveaxis(parts, -3, -2)
+    return parts.reshape(*outer, rows // ratio, lanes, ratio * known)
 
 
 class Rows:
