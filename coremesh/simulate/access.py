@@ -106,7 +106,8 @@ class Part:
   def num_bytes(self) -> str:
     """The bytes of the part, as source."""
     part = kernel_ir.transformed_type(self.declaration.type, self.transforms)
-    itemsize = np.dtype(part.dtype).itemsize
+    dtype, element_shape = kernel_ir.stored_dtype(part.dtype)
+    itemsize = dtype.itemsize * math.prod(element_shape)
     sizes = [
       str(n) if isinstance(n, int) else f"int({_expression(self._em, n)})"
       for n in part.shape
@@ -223,16 +224,17 @@ class _Steps:
     old, new = self._dtype.itemsize, dtype.itemsize
     if shape and old != new:
       shape[axis] = shape[axis] * old // new
-    self._view(memory.Bitcast(dtype), shape)
+    self._view(memory.Bitcast(dtype, self._dtype), shape)
     self._dtype = dtype
 
   def _subcore_slice(self) -> None:
     self._crop()
     axis = tuple(self._em.mesh.shape)[-1]
     size = self._shape[-1] // _num_subcores()
+    before = "slice(None), " * (len(self._shape) - 1)
     self._steps.append(
-      f"(..., slice(w.coords[{axis!r}] * {size}, (w.coords[{axis!r}] + 1)"
-      f" * {size}))"
+      f"({before}slice(w.coords[{axis!r}] * {size}, (w.coords[{axis!r}] + 1)"
+      f" * {size}),)"
     )
     self._shape[-1] = size
     self._limit = list(self._shape)
