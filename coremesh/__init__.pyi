@@ -65,6 +65,9 @@ from .simulate.explore import explore as explore
 from .simulate.findings import DeadlockError as DeadlockError
 from .simulate.findings import Finding as Finding
 from .simulate.findings import SimulationError as SimulationError
+from .simulate.mutate import Mutant as Mutant
+from .simulate.mutate import MutationReport as MutationReport
+from .simulate.mutate import mutate as mutate
 from .simulate.params import SimulatorParams as SimulatorParams
 from .simulate.session import KernelRun as KernelRun
 from .simulate.session import Simulation as Simulation

@@ -42,20 +42,24 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh, *, block: tuple[int, int]):
   )
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  shape = (config.rows_per_device * chip.num_devices, config.columns)
+  block = (config.block_rows, config.block_columns)
+  make = functools.partial(build, block=block)
+  return make, (common.random_floats(shape, config.seed),)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  shape = (config.rows_per_device * chip.num_devices, config.columns)
-  x = common.random_floats(shape, config.seed)
-  make = functools.partial(
-    build, block=(config.block_rows, config.block_columns)
-  )
+  make, (x,) = case(chip, config)
 
   y = make(chip, mesh)(x)
   np.testing.assert_array_equal(y, x + np.float32(1))
   blocks = cm.num_blocks(config.rows_per_device, config.block_rows)
   print(
-    f"{common.ran_on(mesh)} on {chip.name}: {shape} + 1, equal to NumPy bit"
+    f"{common.ran_on(mesh)} on {chip.name}: {x.shape} + 1, equal to NumPy bit"
     " for bit. Blocks of rows of each device over its cores:"
   )
   print(cm.split(blocks, chip.tensor_cores_per_device).plan())

@@ -52,12 +52,17 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
   )
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  shape = (config.rows_per_device * chip.num_devices, config.columns)
+  first = np.array([config.first_block], np.int32)
+  return build, (common.random_floats(shape, config.seed), first)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  shape = (config.rows_per_device * chip.num_devices, config.columns)
-  x = common.random_floats(shape, config.seed)
-  first = np.array([config.first_block], np.int32)
+  _, (x, first) = case(chip, config)
 
   y = build(chip, mesh)(x, first)
   start = config.first_block * _BLOCK[1]
@@ -65,7 +70,7 @@ def main(config: Any) -> None:
   np.testing.assert_array_equal(y, expected)
   print(
     f"{common.ran_on(mesh)} on {chip.name}: columns {start} to"
-    f" {start + y.shape[1]} of {shape} + 1, equal to NumPy bit for bit."
+    f" {start + y.shape[1]} of {x.shape} + 1, equal to NumPy bit for bit."
   )
   common.compile_if_asked(build, x, first)
 

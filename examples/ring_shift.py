@@ -49,19 +49,24 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh, *, steps: int):
   )
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  cores = chip.num_devices * chip.tensor_cores_per_device
+  shape = (cores, config.rows, config.columns)
+  make = functools.partial(build, steps=config.steps)
+  return make, (common.random_floats(shape, config.seed),)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  cores = chip.num_devices * chip.tensor_cores_per_device
-  shape = (cores, config.rows, config.columns)
-  x = common.random_floats(shape, config.seed)
-  make = functools.partial(build, steps=config.steps)
+  make, (x,) = case(chip, config)
 
   y = make(chip, mesh)(x)
   np.testing.assert_array_equal(y, np.roll(x, config.steps, axis=0))
   print(
-    f"{common.ran_on(mesh)} on {chip.name}: blocks of {shape[1:]} moved"
-    f" {config.steps} places round {cores} cores, bit for bit."
+    f"{common.ran_on(mesh)} on {chip.name}: blocks of {x.shape[1:]} moved"
+    f" {config.steps} places round {len(x)} cores, bit for bit."
   )
   common.compile_if_asked(make, x)
 

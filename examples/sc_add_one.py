@@ -51,11 +51,17 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
   )
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  shape = (config.rows_per_device * chip.num_devices, config.columns)
+  rng = np.random.default_rng(config.seed)
+  return build, (rng.integers(0, 64, shape, np.int32),)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  shape = (config.rows_per_device * chip.num_devices, config.columns)
-  x = np.random.default_rng(config.seed).integers(0, 64, shape, np.int32)
+  _, (x,) = case(chip, config)
 
   try:
     y = build(chip, mesh)(x)
@@ -63,7 +69,7 @@ def main(config: Any) -> None:
     print(f"Not run: {error}\n{common.compiled(chip, build, x)}")
     return
   np.testing.assert_array_equal(y, x + 1)
-  print(f"{common.ran_on(mesh)} on {chip.name}: {shape} + 1, bit for bit.")
+  print(f"{common.ran_on(mesh)} on {chip.name}: {x.shape} + 1, bit for bit.")
   common.compile_if_asked(build, x)
 
 

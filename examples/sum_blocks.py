@@ -53,23 +53,26 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh, wrong: str | None = None):
   )
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  rows = config.rows_per_device * chip.num_devices
+  shape = (config.terms, rows, config.columns)
+  rng = np.random.default_rng(config.seed)
+  return build, (rng.integers(-9, 9, shape, np.int32),)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  rows = config.rows_per_device * chip.num_devices
-  shape = (config.terms, rows, config.columns)
-  x = np.random.default_rng(config.seed).integers(-9, 9, shape, np.int32)
-
+  _, (x,) = case(chip, config)
   try:
     y = build(chip, mesh, _WRONG.value)(x)
   except cm.PipelineError as error:
     print(f"--wrong={_WRONG.value} is refused:\n{error}")
     return
   np.testing.assert_array_equal(y, x.sum(axis=0))
-  print(
-    f"{common.ran_on(mesh)} on {chip.name}: sum of {shape} over its first"
-    " axis, equal to NumPy bit for bit."
-  )
+  where = f"{common.ran_on(mesh)} on {chip.name}"
+  print(f"{where}: {x.shape} summed over its first axis, bit for bit.")
   common.compile_if_asked(build, x)
 
 

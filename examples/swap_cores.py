@@ -48,18 +48,23 @@ def expected(x: np.ndarray) -> np.ndarray:
   return np.roll(x, x.shape[1] // 2, axis=1) * 2
 
 
+def case(chip: cm.Chip, config: Any):
+  """The maker of the function, and its arguments, for `coremesh mutate`."""
+  shape = (config.rows_per_device * chip.num_devices, config.columns)
+  return build, (common.random_floats(shape, config.seed),)
+
+
 def main(config: Any) -> None:
   chip = common.chip()
   mesh = chip.device_mesh("device")
-  shape = (config.rows_per_device * chip.num_devices, config.columns)
-  x = common.random_floats(shape, config.seed)
+  _, (x,) = case(chip, config)
 
   for route in ("kernel", "core_map"):
     y = build(chip, mesh, route)(x)
     np.testing.assert_array_equal(y, expected(x))
     print(
       f"route {route}: {common.ran_on(mesh)} on {chip.name}, halves of"
-      f" {shape} exchanged and doubled, equal to NumPy bit for bit."
+      f" {x.shape} exchanged and doubled, equal to NumPy bit for bit."
     )
     common.compile_if_asked(functools.partial(build, route=route), x)
 

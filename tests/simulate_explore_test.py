@@ -126,7 +126,7 @@ def test_a_result_that_depends_on_the_interleaving_is_a_finding():
   assert finding.kind == "unstable"
   assert finding.kernel == "last_writer"
   assert "of 4096 elements, the first at [" in finding.text
-  assert "as it was under seed=0, dma='late'" in finding.text
+  assert " as it was under seed=0, dma='late'" in finding.text
   assert found.num_runs == found.first.seed + 1 > 1
   assert f"compare the result under cm.simulation({found.first})" in str(found)
 

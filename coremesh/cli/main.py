@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import chips, plan
+from coremesh.cli import chips, mutate, plan
 
-_COMMANDS = {"chips": chips, "plan": plan}
+_COMMANDS = {"chips": chips, "plan": plan, "mutate": mutate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: the words after `coremesh`; default those of the process.
 
   Returns:
-    The exit code: 0, or 2 for a request that cannot be met.
+    The exit code: 0; 1 if what was asked about is not well; 2 for a request
+    that cannot be met.
   """
   parser = argparse.ArgumentParser(
     prog="coremesh", description="Kernels for every core of a TPU."

@@ -1,6 +1,5 @@
 """Kernels whose synchronisation is broken on purpose: is it noticed?"""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 from typing import Any
@@ -26,6 +25,8 @@ class Mutant:
     caught_by: the kinds of the findings it led to, "result" if only the result
       was wrong, or the error that was raised; None if nobody noticed.
     detail: what was said of it, "" if nothing.
+    is_reached: whether any worker comes to what was changed. If none does, the
+      arguments are too small to tell: nothing was run.
   """
 
   kernel: str
@@ -35,6 +36,7 @@ class Mutant:
   change: synchronisation.Kind
   caught_by: str | None
   detail: str = ""
+  is_reached: bool = True
 
   @property
   def place(self) -> str:
@@ -44,7 +46,9 @@ class Mutant:
   def __str__(self) -> str:
     if self.change == "delete line":
       return f"{self.place} delete line"
-    return f"{self.place} #{self.ordinal} {self.change} ({self.operation})"
+    never = "" if self.is_reached else ", where no worker comes"
+    change = f"#{self.ordinal} {self.change}"
+    return f"{self.place} {change} ({self.operation}{never})"
 
   def is_named_by(self, words: str) -> bool:
     """Whether words such as "swap.py:12 delete" name it.
@@ -94,7 +98,7 @@ def mutate(
   dma: repeat.Dma | Iterable[repeat.Dma] = repeat.DMA_MODES,
   progress: bool | None = None,
 ) -> MutationReport:
-  """Breaks each synchronisation of a function's kernels: is it noticed?
+  """Breaks each synchronisation of a function's kernels, to see who notices.
 
   Each signal, wait, DMA wait and subcore barrier is deleted and done twice in
   turn; each signal and copy to another worker is sent to the wrong one; and the
@@ -123,7 +127,9 @@ def mutate(
   """
   repeat.check_function(fn)
   chosen, modes = repeat.checked_seeds(seeds), repeat.checked_dma(dma)
-  runs = [(seed, modes[i % len(modes)]) for i, seed in enumerate(chosen)]
+  runs: list[tuple[int, repeat.Dma]] = [
+    (seed, modes[i % len(modes)]) for i, seed in enumerate(chosen)
+  ]
   session = _Session()
   runner = repeat.Runner(
     fn, args, _Params(on_finding="record", session=session)
@@ -139,11 +145,15 @@ def mutate(
   with progress_bar(f"mutating {name}", len(work), progress) as advance:
     for kernel, mutation in work:
       session.mutation = kernel, mutation
-      refused = session.kernels[kernel].get(mutation)
-      caught = None if refused is None else (type(refused).__name__, refused)
-      for seed, mode in () if caught else runs:
-        caught = caught or _caught(runner, seed, mode, right)
-      mutants.append(_mutant(kernel, mutation, caught))
+      seen = session.kernels[kernel]
+      caught, is_reached = None, seen.reaches(kernel, mutation)
+      if mutation in seen.refused:
+        error = seen.refused[mutation]
+        caught = type(error).__name__, error
+      elif is_reached:
+        tries = (_caught(runner, seed, mode, right) for seed, mode in runs)
+        caught = next(filter(None, tries), None)
+      mutants.append(_mutant(kernel, mutation, caught, is_reached=is_reached))
       advance()
   return MutationReport(name=name, num_runs=len(runs), mutants=tuple(mutants))
 
@@ -159,19 +169,51 @@ class _Kernel:
     for index, operation in enumerate(self.operations):
       for kind in operation.kinds:
         yield synchronisation.Mutation(index=index, kind=kind)
-    lines = Counter(o.line for o in self.operations if o.primitive != "copy")
-    for line, count in lines.items():
-      if count > 1:
-        index = next(i for i, o in enumerate(self.operations) if o.line == line)
-        yield synchronisation.Mutation(index=index, kind="delete line")
+    for line in dict.fromkeys(o.line for o in self.operations):
+      first, *more = self.of_line(line) or [0]
+      if more:
+        yield synchronisation.Mutation(index=first, kind="delete line")
+
+  def of_line(self, line: str) -> list[int]:
+    """The operations of a line that can be left out."""
+    return [
+      i
+      for i, operation in enumerate(self.operations)
+      if operation.line == line and operation.primitive != "copy"
+    ]
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+  """What is known of a kernel.
+
+  Attributes:
+    refused: the mutations that cannot be compiled, and why.
+    passed: for each time it was compiled, the operations that workers came to.
+  """
+
+  refused: dict[synchronisation.Mutation, Exception] = dataclasses.field(
+    default_factory=dict
+  )
+  passed: list[set[int]] = dataclasses.field(default_factory=list)
+
+  def reaches(
+    self, kernel: _Kernel, mutation: synchronisation.Mutation
+  ) -> bool:
+    """Whether some worker comes to what a mutation changes."""
+    changed = {mutation.index}
+    if mutation.kind == "delete line":
+      line = kernel.operations[mutation.index].line
+      changed = set(kernel.of_line(line))
+    return any(changed & passed for passed in self.passed)
 
 
 class _Session(repeat.Repetition):
-  """The kernels seen, with the mutations that cannot be compiled."""
+  """The kernels seen, and the mutation that runs."""
 
   def __init__(self):
     super().__init__()
-    self.kernels: dict[_Kernel, dict[synchronisation.Mutation, Exception]] = {}
+    self.kernels: dict[_Kernel, _Seen] = {}
     self.mutation: tuple[_Kernel, synchronisation.Mutation] | None = None
     self.max_turns: int | None = None
 
@@ -198,7 +240,8 @@ class _Launch(launch.Launch):
     super().__init__(kernel, params)
     self._key = _Kernel(kernel.name, tuple(self._noted.found))
     self._mutants: dict[synchronisation.Mutation, program.Program] = {}
-    self._session.kernels.setdefault(self._key, {})
+    self._seen = self._session.kernels.setdefault(self._key, _Seen())
+    self._seen.passed.append(self._noted.passed)
     # Here and not when it runs: JAX's tracer still knows the chip.
     if self._session.mutation is None:
       for mutation in self._key.mutations():
@@ -216,7 +259,7 @@ class _Launch(launch.Launch):
     try:
       self._mutants[mutation] = self._compile(changed)
     except Exception as error:  # To be told as what caught the mutant.
-      self._session.kernels[self._key][mutation] = error
+      self._seen.refused[mutation] = error
 
   def _compiled(self) -> program.Program:
     match self._session.mutation:
@@ -271,6 +314,8 @@ def _mutant(
   kernel: _Kernel,
   mutation: synchronisation.Mutation,
   caught: tuple[str, Any] | None,
+  *,
+  is_reached: bool,
 ) -> Mutant:
   operation = kernel.operations[mutation.index]
   before = kernel.operations[: mutation.index]
@@ -282,4 +327,5 @@ def _mutant(
     change=mutation.kind,
     caught_by=None if caught is None else caught[0],
     detail="" if caught is None else str(caught[1]),
+    is_reached=is_reached,
   )

@@ -44,6 +44,8 @@ class Operation:
     moved: tuple[Kind, ...] = ("own target", "next target")
     if self.primitive == "copy":
       changed = ()
+    if self.primitive == "barrier":
+      changed = ("delete",)  # To meet twice is to meet.
     # Along an axis of one worker the next is the same.
     return changed + moved[: min(self.num_targets, 2)]
 
@@ -119,7 +121,9 @@ class Operations:
     self.found.append(
       Operation(
         primitive=primitive,
-        what=next(s.what for s in sites if isinstance(s, machine.Site)),
+        what=next(
+          (s.what for s in sites if isinstance(s, machine.Site)), primitive
+        ),
         line=line,
         num_targets=em.num_targets,
       )
