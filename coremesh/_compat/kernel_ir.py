@@ -376,8 +376,7 @@ def _lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
     device_axes=axes,
     device_kind=_device_kind(),
   )
-  call = _run_on_host(simulator.compile_kernel(program), ctx.avals_out, axes)
-  return _mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+  return _lower_to_host(ctx, operands, simulator.compile_kernel(program), axes)
 
 
 def _lower_pallas_call(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -403,8 +402,17 @@ def _lower_pallas_call(ctx: Any, *operands: Any, **params: Any) -> Any:
     device_axes=axes,
     device_kind=_device_kind(),
   )
-  call = _run_on_host(simulator.compile_kernel(program), ctx.avals_out, axes)
-  return _mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+  return _lower_to_host(ctx, operands, simulator.compile_kernel(program), axes)
+
+
+def _lower_to_host(
+  ctx: Any, operands: Any, function: HostFunction, axes: Mapping[Any, int]
+) -> Any:
+  call = _run_on_host(function, ctx.avals_out, axes)
+  # A device's index varies over devices and is mixed with plain numbers here,
+  # which means nothing outside the program of one device.
+  with _config._check_vma(False):
+    return _mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
 def _semantics(compiler_params: Any) -> tuple[str, ...] | None:
