@@ -10,9 +10,6 @@ from collections.abc import Sequence
 import functools
 import itertools
 import math
-import pathlib
-import subprocess
-import sys
 
 import jax
 from jax.experimental import pallas as pl
@@ -29,6 +26,7 @@ from tests import protocols, support
 _ROWS = 8
 _SEM = pltpu.SemaphoreType.REGULAR
 _PAIR = pltpu.SemaphoreType.REGULAR((2,))
+_OF_JAX = pltpu.InterpretParams(detect_races=True)
 _SYNC = ("get_barrier_semaphore", "semaphore_signal", "semaphore_wait")
 
 
@@ -105,15 +103,16 @@ def _check_passing(
 
   sizes = dict(device_mesh.shape) | {"core": chip.tensor_cores_per_device}
   fn = support.over_devices(several, device_mesh, check_vma=check_vma)
-  with cm.simulation(races=True):
+  with cm.simulation(races=True) as run:
     y = np.asarray(fn(_numbered(math.prod(sizes.values()))))
+  assert not run.findings
   expected = _filled(_passed(sizes, names, rounds * times))
   np.testing.assert_array_equal(y, expected)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_on_a_semaphore(capfd):
-  """JAX's interpreter only prints it."""
+  """JAX's interpreter only prints it; coremesh's simulator raises."""
   yield
   assert "non-zero count" not in capfd.readouterr().out
 
@@ -164,38 +163,53 @@ def test_a_tree_keeps_the_rounds_apart(fanout, monkeypatch):
   _check_passing(chip, device_mesh, cm.global_barrier, ring)
 
 
-_SIXTEEN = """
-import coremesh as cm
-from tests import barriers_test, support
-
-chip, device_mesh = support.simulated("v5p:2x2x2", ("x", "y"), (2, 4))
-ring = ("y", "core", "x")
-barriers_test._check_passing(chip, device_mesh, cm.global_barrier, ring)
-"""
-
-
 def test_more_workers_than_one_exchange_serves_meet_in_a_tree():
-  # In a process of its own: JAX's interpreter blocks a thread for each core,
-  # and how many there are is settled when JAX starts.
-  subprocess.run(
-    [sys.executable, "-c", _SIXTEEN],
-    check=True,
-    timeout=100,
-    cwd=pathlib.Path(__file__).parents[1],
-  )
+  chip, device_mesh = support.simulated("v5p:2x2x2", ("x", "y"), (2, 4))
+  assert barriers._MAX_ALL_TO_ALL < 15
+  _check_passing(chip, device_mesh, cm.global_barrier, ("y", "core", "x"))
 
 
-def test_without_the_barrier_the_race_between_rounds_is_found():
+@pytest.mark.parametrize(
+  ("place", "sync", "ring"),
+  [
+    (_SQUARE, cm.core_barrier, ("core",)),
+    (_SQUARE, cm.global_barrier, ("x", "y", "core")),
+    (_SQUARE, lambda: cm.neighbour_barrier("core"), ("core",)),
+    (_EIGHT, lambda: cm.device_barrier("y"), ("y",)),
+    (_COLUMN, lambda: cm.neighbour_barrier(_ALL), ("x", "core")),
+  ],
+)
+def test_jaxs_interpreter_keeps_the_rounds_apart(place, sync, ring):
+  chip, device_mesh = support.simulated(*place)
+  _check_passing(chip, device_mesh, sync, ring, interpret=_OF_JAX)
+
+
+@pytest.mark.parametrize("dma", ["late", "early", "random"])
+def test_without_the_barrier_the_race_between_rounds_is_found(dma):
   # So the races=True of the tests here means something.
   chip, device_mesh = support.simulated()
-  fn = support.over_devices(
-    _passing(chip, _no_barrier, lambda: cm.shifted("core"), rounds=3),
-    device_mesh,
-  )
+  kernel = _passing(chip, _no_barrier, lambda: cm.shifted("core"), rounds=3)
+  fn = support.over_devices(kernel, device_mesh)
   with (
-    pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"),
-    cm.simulation(races=True),
+    pytest.raises(cm.SimulationError) as caught,
+    cm.simulation(races=True, dma=dma),
   ):
+    jax.block_until_ready(fn(_numbered(8)))
+  kinds = {f.kind for f in caught.value.findings}
+  assert kinds == {"race", "scope"}
+
+
+def test_without_the_barrier_jaxs_interpreter_finds_the_race_too():
+  chip, device_mesh = support.simulated()
+  kernel = _passing(
+    chip,
+    _no_barrier,
+    lambda: cm.shifted("core"),
+    rounds=3,
+    interpret=_OF_JAX,
+  )
+  fn = support.over_devices(kernel, device_mesh)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
     jax.block_until_ready(fn(_numbered(8)))
 
 
@@ -320,12 +334,15 @@ def test_a_core_without_work_takes_part_in_the_barrier():
   np.testing.assert_array_equal(y, expected)
 
 
-def test_neighbours_meet_though_not_all_have_opened_the_same_scopes():
+@pytest.mark.parametrize(
+  "interpret", [None, pltpu.InterpretParams()], ids=["ours", "jax"]
+)
+def test_neighbours_meet_though_not_all_have_opened_the_same_scopes(interpret):
   # JAX's interpreter takes it that all cores do, and gets a semaphore of a
   # later scope wrong if they do not. So the barrier must not open one.
   chip, device_mesh = support.simulated()
 
-  @cm.kernel(mesh=chip.tensor_cores(), out=cm.like(0))
+  @cm.kernel(mesh=chip.tensor_cores(), out=cm.like(0), interpret=interpret)
   def body(x_hbm, o_hbm):
     @pl.when(cm.worker_index(("device", "core")) == 0)
     def _():
@@ -827,7 +844,12 @@ def test_a_device_barrier_outside_shard_map_says_so():
     jax.eval_shape(kernel, jnp.zeros((_ROWS, 128)))
 
 
-def test_a_plain_pallas_kernel_may_call_barriers():
+@pytest.mark.parametrize(
+  "interpret",
+  [cm.SimulatorParams(), pltpu.InterpretParams(num_cores_or_threads=2)],
+  ids=["ours", "jax"],
+)
+def test_a_plain_pallas_kernel_may_call_barriers(interpret):
   chip, device_mesh = support.simulated()
 
   def body(x_hbm, o_hbm):
@@ -840,7 +862,7 @@ def test_a_plain_pallas_kernel_may_call_barriers():
     out_type=jax.ShapeDtypeStruct((_ROWS, 128), jnp.float32),
     mesh=chip.tensor_cores(),
     compiler_params=pltpu.CompilerParams(collective_id=3),
-    interpret=pltpu.InterpretParams(num_cores_or_threads=2),
+    interpret=interpret,
   )
   fn, x = (
     support.over_devices(kernel, device_mesh, check_vma=False),

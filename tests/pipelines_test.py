@@ -557,10 +557,23 @@ def test_what_no_step_writes_stays_as_it_was():
 
 def test_cores_that_write_the_same_blocks_race():
   """What `over` is there to avoid, to show that a race would be found."""
-  body = piped(add_one, [_ROWS], [_ROWS], over=None)
-  race = pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED")
-  with race, cm.simulation(races=True):
+
+  def add_core(x_vmem, o_vmem):
+    o_vmem[...] = x_vmem[...] + cm.worker_index("core").astype(x_vmem.dtype)
+
+  body = piped(add_core, [_ROWS], [_ROWS], over=None)
+  with pytest.raises(cm.SimulationError) as caught, cm.simulation(races=True):
     simulate(body, numbers(128, 128))
+  assert {f.kind for f in caught.value.findings} == {"race"}
+
+
+def test_cores_that_write_the_same_values_race_in_jaxs_interpreter_only():
+  x = numbers(128, 128)
+  body = piped(add_one, [_ROWS], [_ROWS], over=None)
+  np.testing.assert_array_equal(simulate(body, x), x + 1)
+  of_jax = pltpu.InterpretParams(detect_races=True)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+    simulate(body, x, interpret=of_jax)
 
 
 # --- SparseCores -----------------------------------------------------------

@@ -12,7 +12,6 @@ import typing
 import pytest
 
 import coremesh as cm
-from coremesh import errors
 
 _STUB = pathlib.Path(cm.__file__).with_suffix(".pyi").read_text()
 _LINES = _STUB.splitlines()
@@ -58,10 +57,12 @@ def test_a_public_name_says_what_it_is(name):
 
 
 def _public_parts(name):
-  members = inspect.getmembers_static(getattr(cm, name))
+  """The methods and properties that coremesh gives a class."""
   return [
     f"{name}.{part}"
-    for part, value in members
+    for owner in inspect.getmro(getattr(cm, name))
+    if owner.__module__.startswith("coremesh")
+    for part, value in vars(owner).items()
     if not part.startswith("_")
     and (inspect.isfunction(value) or isinstance(value, property))
   ]
@@ -115,10 +116,19 @@ def test_a_module_that_is_imported_hides_no_public_name():
 
 
 def test_every_error_is_public_and_a_core_mesh_error():
+  modules = [
+    importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(cm.__path__, "coremesh.")
+    if not module.name.startswith("coremesh.cli")
+  ]
   defined = {
     name
-    for name, value in vars(errors).items()
-    if inspect.isclass(value) and issubclass(value, Exception)
+    for module in modules
+    for name, value in vars(module).items()
+    if inspect.isclass(value)
+    and issubclass(value, Exception)
+    and value.__module__ == module.__name__
+    and not name.startswith("_")
   }
   assert defined == {n for n in _NAMES if n.endswith("Error")}
   for name in defined:
@@ -127,6 +137,8 @@ def test_every_error_is_public_and_a_core_mesh_error():
   assert issubclass(cm.ShapeError, ValueError)
   assert issubclass(cm.DTypeError, TypeError)
   assert issubclass(cm.UnsupportedError, NotImplementedError)
+  assert issubclass(cm.DeadlockError, cm.SimulationError)
+  assert issubclass(cm.SimulationError, RuntimeError)
 
 
 def _python(program: str) -> str:

@@ -1,6 +1,7 @@
 """Tests for coremesh.remote, of the three kinds that barriers_test explains."""
 
 import functools
+import re
 
 import jax
 from jax.experimental import pallas as pl
@@ -30,9 +31,15 @@ _RING = ("device", "core")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_on_a_semaphore(capfd):
-  """JAX's interpreter only prints it."""
+  """JAX's interpreter only prints it; coremesh's simulator raises."""
   yield
   assert "non-zero count" not in capfd.readouterr().out
+
+
+_OF_JAX = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+_by_either = pytest.mark.parametrize(
+  "interpret", [None, _OF_JAX], ids=["ours", "jax"]
+)
 
 
 def _filled(numbers, dtype=np.float32) -> np.ndarray:
@@ -45,12 +52,21 @@ def _kernel(body, cores, scratch, **kwargs):
   return cm.kernel(body, mesh=cores, out=cm.like(0), scratch=scratch, **kwargs)
 
 
-def _moved(move, place=_LINE, *, dtype=_F32, scratch=None, devices=None, **kw):
+def _moved(move, *place, **kwargs):
   """The number of the block each worker holds after `move(mine, theirs)`.
 
   Every worker starts with its place in `mine` and -1 in `theirs`, which is
   what it returns.
   """
+  numbers, findings = _moved_and_found(move, *place, **kwargs)
+  assert not findings
+  return numbers
+
+
+def _moved_and_found(
+  move, place=_LINE, *, dtype=_F32, scratch=None, devices=None, **kw
+):
+  """As `_moved`, and what the simulator notes."""
   chip, device_mesh = support.simulated(*place)
   if devices is not None:
     found = [device_mesh.devices.flat[i] for i in devices]
@@ -68,12 +84,12 @@ def _moved(move, place=_LINE, *, dtype=_F32, scratch=None, devices=None, **kw):
   kernel = _kernel(body, chip.tensor_cores(), blocks | (scratch or {}), **kw)
   fn = support.over_devices(kernel, device_mesh, check_vma=check_vma)
   workers = device_mesh.size * chip.tensor_cores_per_device
-  with cm.simulation(races=True):
+  with cm.simulation(races=True) as run:
     y = fn(jnp.asarray(_filled(range(workers)), dtype))
   assert y.dtype == dtype
   numbers = np.asarray(y.astype(_F32))[::_ROWS, 0].astype(int)
   np.testing.assert_array_equal(y.astype(_F32), _filled(numbers))
-  return numbers.tolist()
+  return numbers.tolist(), run.findings
 
 
 # --- put -------------------------------------------------------------------
@@ -247,7 +263,8 @@ def test_a_part_with_nothing_in_it_is_moved_too():
 # --- signals ---------------------------------------------------------------
 
 
-def test_a_signal_to_oneself_is_counted_on_ones_own_core():
+@_by_either
+def test_a_signal_to_oneself_is_counted_on_ones_own_core(interpret):
   # JAX's interpreter counts a signal without a core on core 0.
   def move(mine, theirs, *, sem):
     cm.signal(sem, inc=3)
@@ -255,7 +272,22 @@ def test_a_signal_to_oneself_is_counted_on_ones_own_core():
     cm.wait(sem)
     theirs[...] = mine[...]
 
-  assert _moved(move, scratch=dict(sem=_SEM)) == list(range(8))
+  scratch = dict(sem=_SEM)
+  assert _moved(move, scratch=scratch, interpret=interpret) == list(range(8))
+
+
+def test_a_signal_to_one_who_may_not_be_there_yet_is_found():
+  def move(mine, theirs, *, sem):
+    cm.ring_shift(mine, theirs, axis=_RING, steps=3)
+    cm.signal(sem, to=cm.shifted(_RING))  # Only the one 3 steps on is there.
+    cm.wait(sem)
+
+  _, findings = _moved_and_found(move, scratch=dict(sem=_SEM))
+  assert [f.kind for f in findings] == ["scope"]
+  # The semaphore is there all the same: 0, unless a kernel before used it.
+  assert findings[0].is_warning
+  message = "signal of 'sem'.*without knowing that its owner has entered"
+  assert re.search(message, findings[0].text)
 
 
 def test_signals_count_up_to_a_traced_number():
@@ -380,7 +412,8 @@ def test_kernels_with_ring_shifts_may_follow_one_another():
 def test_x64_gives_the_same_bits():
   def move(mine, theirs, *, sem):
     cm.ring_shift(mine, theirs, axis=_RING, steps=3)
-    cm.signal(sem, to=cm.shifted(_RING), inc=jnp.int64(2))
+    # To where its block went: that worker has said that it is there.
+    cm.signal(sem, to=cm.shifted(_RING, 3), inc=jnp.int64(2))
     cm.wait(sem, jnp.int64(2))
 
   with jax.enable_x64(True):
@@ -1061,7 +1094,38 @@ def test_a_vector_subcore_has_no_dma_to_or_from_its_smem(src, dst):
     jax.eval_shape(kernel, jnp.zeros(_BLOCK))
 
 
-def test_a_plain_pallas_kernel_may_exchange_with_semaphores_it_names():
+@pytest.mark.parametrize("dma", ["late", "early", "random"])
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_a_stream_out_of_vmem_must_be_waited_for(waits_first, dma):
+  chip, device_mesh = support.simulated("v6e:2x2")
+  cores = chip.vector_subcores()
+  workers = ("core", "subcore")
+
+  def body(x_hbm, o_hbm, *, mine):
+    rows = cm.slab(x_hbm, over=workers)
+    cm.copy(x_hbm.at[rows], mine)
+    stream = cm.start_copy(mine, o_hbm.at[rows])  # It counts on no semaphore.
+    if waits_first:
+      stream.wait()
+    mine[0, pl.ds(0, 8)] = jnp.zeros(8, _F32)
+    if not waits_first:
+      stream.wait()
+
+  kernel = _kernel(body, cores, dict(mine=cm.vmem_slab(0, over=workers)))
+  fn = support.over_devices(kernel, device_mesh)
+  x = _filled(range(1, 1 + device_mesh.size * cores.num_cores * 16))
+  if waits_first:
+    with cm.simulation(dma=dma) as run:
+      np.testing.assert_array_equal(fn(x), x)
+    assert not run.findings
+    return
+  with pytest.raises(cm.SimulationError) as caught, cm.simulation(dma=dma):
+    jax.block_until_ready(fn(x))
+  assert {f.kind for f in caught.value.findings} == {"race"}
+
+
+@_by_either
+def test_a_plain_pallas_kernel_may_exchange_with_semaphores_it_names(interpret):
   chip, device_mesh = support.simulated()
 
   def body(x_hbm, o_hbm, mine, theirs, sent, arrived):
@@ -1077,7 +1141,7 @@ def test_a_plain_pallas_kernel_may_exchange_with_semaphores_it_names():
     mesh=chip.tensor_cores(),
     scratch_types=[_VMEM, _VMEM, _DMA, _DMA],
     compiler_params=pltpu.CompilerParams(collective_id=2),
-    interpret=pltpu.InterpretParams(num_cores_or_threads=2),
+    interpret=interpret or cm.SimulatorParams(),
   )
   fn = support.over_devices(kernel, device_mesh, check_vma=False)
   y = fn(_filled(range(8)))

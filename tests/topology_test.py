@@ -202,7 +202,10 @@ _STARTED = """
   jax.numpy.zeros(3)  # JAX starts here.
   import coremesh as cm
   import numpy as np
+  from jax.experimental.pallas import tpu as pltpu
   from jax.sharding import PartitionSpec as P
+
+  interpret = None
 
   def body(x_hbm, o_hbm, *, mine):
     rows = cm.slab(x_hbm)
@@ -216,7 +219,11 @@ _STARTED = """
     mesh = chip.device_mesh(on="simulator")
     memory = dict(mine=cm.vmem_slab(0))
     kernel = cm.kernel(
-      body, mesh=chip.tensor_cores(), out=cm.like(0), scratch=memory
+      body,
+      mesh=chip.tensor_cores(),
+      out=cm.like(0),
+      scratch=memory,
+      interpret=interpret,
     )
     spec = P("device")
     fn = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -241,14 +248,18 @@ def test_the_remedies_for_too_few_cpu_devices_work():
 
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("num_devices", ["8", "9"])
-def test_a_barrier_on_all_devices_ends_or_is_refused(num_devices, started):
-  # With the threads of two processors and eight devices it would never end.
-  program = _STARTED
+@pytest.mark.parametrize("interpret", ["None", "pltpu.InterpretParams()"])
+def test_a_barrier_on_all_devices_ends_or_is_refused(
+  interpret, num_devices, started
+):
+  # With the threads of two processors and eight devices, which JAX has made if
+  # it has started, it would never end in JAX's interpreter.
+  program = _STARTED.replace("interpret = None", f"interpret = {interpret}", 1)
   if not started:
     program = program.replace("jax.numpy.zeros(3)", "", 1)
   told = dict(JAX_NUM_CPU_DEVICES=num_devices, JAX_PLATFORMS="cpu", NPROC="2")
   found = _run(program, **told)
-  if not started:
+  if not started or interpret == "None":
     assert found == "8"
     return
   assert "makes 16 simulated cores wait for one another" in found
