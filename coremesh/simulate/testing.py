@@ -1,0 +1,63 @@
+"""A test whose kernels are simulated: what the pytest plugin enters."""
+
+from collections.abc import Callable, Iterator
+import contextlib
+
+from coremesh.simulate import repeat
+from coremesh.simulate.findings import error_of
+from coremesh.simulate.params import SimulatorParams, reset
+from coremesh.simulate.session import Simulation
+
+
+@contextlib.contextmanager
+def simulated_test(
+  *, seed: int, races: bool, has_failed: Callable[[], bool]
+) -> Iterator[Simulation]:
+  """Simulates the kernels of a test, and fails if one of them did wrong.
+
+  Args:
+    seed: decides every interleaving, and takes the DMA modes in turn, as
+      `cm.explore` does.
+    races: look for data races.
+    has_failed: whether the test has failed by itself, asked when it is over.
+
+  Raises:
+    SimulationError, DeadlockError: a kernel did wrong, and the test passed.
+  """
+  session = Simulation()
+  params = SimulatorParams(
+    seed=seed, dma=dma_of(seed), detect_races=races, session=session
+  )
+  with repeat.simulating(params):
+    yield session
+    if has_failed():
+      reset()  # What its kernels raised has been told.
+      return
+  faults = [f for f in session.findings if not f.is_warning]
+  if faults:  # The test has caught what its kernel raised.
+    raise error_of(faults)
+
+
+def dma_of(seed: int) -> repeat.Dma:
+  """When the DMAs of a test's seed move their bytes."""
+  return repeat.DMA_MODES[seed % len(repeat.DMA_MODES)]
+
+
+def report(session: Simulation, *, seed: int, races: bool) -> str:
+  """What a simulation did, for the report of a test that failed."""
+  names = [run.kernel for run in session.runs]
+  kernels = ", ".join(names[:_MAX_SHOWN]) or "none"
+  more = len(names) - _MAX_SHOWN
+  how = f"seed={seed}, dma={dma_of(seed)!r}, races={races}"
+  lines = [
+    f"with cm.simulation({how}): ...",
+    f"kernels that ran: {kernels}" + (f" and {more} more" if more > 0 else ""),
+  ]
+  found = list(map(str, session.findings[:_MAX_SHOWN])) or ["nothing found"]
+  lines += found
+  if len(session.findings) > _MAX_SHOWN:
+    lines.append(f"... and {len(session.findings) - _MAX_SHOWN} more findings")
+  return "\n".join(lines)
+
+
+_MAX_SHOWN = 8
