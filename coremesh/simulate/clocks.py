@@ -8,7 +8,7 @@ and the reads since, as FastTrack does for variables (Flanagan and Freund, PLDI
 2009), so that two accesses are compared exactly where they meet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -76,6 +76,8 @@ class Records:
     self.sets: list[tuple[int, ...]] = [()]
     self._numbers: dict[Any, int] = {}
     self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
+    # The states that accesses which race with nothing leave, by state before.
+    self.harmless: dict[tuple[int, bytes | int], int] = {}
 
   def number(
     self, thread: int, event: int, site: Any, kind: str, who: Any
@@ -111,94 +113,130 @@ class Shadow:
   one place in any order: such writes are one set, and a read must follow one of
   them. They may add to one place in any order as well, for a DMA adds each
   element in one piece; a read must follow all of these.
+
+  Attributes:
+    state: for each element both numbers in one: the reads in the upper half,
+      the writes in the lower.
   """
 
-  __slots__ = ("_records", "reads", "writes")
+  __slots__ = ("_records", "state")
 
   def __init__(self, shape: tuple[int, ...], records: Records):
     self._records = records
-    self.writes = np.zeros(shape, np.int32)
-    self.reads = np.zeros(shape, np.int32)
+    self.state = np.zeros(shape, np.int64)
 
   def read(
-    self, writes: np.ndarray, reads: np.ndarray, number: int, clock: Clock
-  ) -> list[Access]:
-    """Notes a read of views of `self.writes` and `self.reads`.
+    self, part: np.ndarray, number: int, clock: Clock
+  ) -> Sequence[Access]:
+    """Notes a read of a view of `state`.
 
     Returns:
       The writes it races with.
     """
-    records, raced = self._records, []
-    for old in _distinct(writes):
-      members = records.sets[old]
-      missed = [m for m in members if not records.follows(m, clock)]
-      all_needed = records.are_adds(members)
-      if missed and (all_needed or len(missed) == len(members)):
-        raced.append(records.accesses[missed[-1]])
-    first = reads.flat[0] if reads.size else 0
-    if reads.size and (reads == first).all():
-      reads[...] = self._with(int(first), number, clock)
-    else:
-      before = reads.copy()
-      for old in np.unique(before):
-        reads[before == old] = self._with(int(old), number, clock)
-    return raced
+    return self._note(part, number, clock, self._after_read)
 
   def write(
     self,
-    writes: np.ndarray,
-    reads: np.ndarray,
+    part: np.ndarray,
     number: int,
     clock: Clock,
     changes: Callable[[], bool] = lambda: True,
-  ) -> list[Access]:
+  ) -> Sequence[Access]:
     """Notes a write; returns the reads and writes it races with.
 
     Args:
-      writes, reads: views of what it writes to.
+      part: a view of the `state` of what it writes to.
       number: of the access.
       clock: of who writes.
       changes: whether the write changes any value; asked if it races.
     """
-    records = self._records
-    old_writes = _distinct(writes)
-    if records.are_adds((number,)):
-      return self._add(writes, reads, number, clock)
-    raced = [
-      m
-      for old in {*old_writes, *_distinct(reads)}
-      for m in records.sets[old]
-      if not records.follows(m, clock)
-    ]
-    if raced and not changes():
-      before = writes.copy()
-      for old in old_writes:
-        joint = (*records.sets[old], number)
-        writes[before == old] = records.set_number(joint)
-      return []
-    writes[...] = records.set_number((number,))
-    reads[...] = 0
-    return [records.accesses[m] for m in raced]
+    if self._records.accesses[number].kind == "add":
+      return self._note(part, number, clock, self._after_add)
+    return self._note(part, number, clock, self._after_write, changes)
 
-  def _add(self, writes, reads, number, clock) -> list[Access]:
-    """Notes an addition, which races with all but other additions.
+  def _note(self, part, number, clock, after, changes=None) -> Sequence[Access]:
+    """Brings `part` to the state after an access; returns what races with it.
+
+    What an access that races with nothing does to a state is remembered: the
+    same access can only know more when it comes again.
+    """
+    harmless, key = self._records.harmless, None
+    if part.size <= _FEW:
+      key = number, part.tobytes()
+      new = harmless.get(key)
+      if new is not None:
+        part[...] = new
+        return ()
+    if not part.size:
+      return ()
+    first = part.item(0)
+    is_uniform = part.size == 1 or (part == first).all()
+    if is_uniform:
+      new = harmless.get((number, first))
+      if new is not None:
+        part[...] = new
+        return ()
+    olds = [first] if is_uniform else np.unique(part).tolist()
+    news, raced = [], []
+    for old in olds:
+      new, races = after(old, number, clock)
+      news.append(new)
+      raced += races
+    is_harmless = not raced
+    if raced and changes is not None and not changes():
+      news, raced = [self._after_same(old, number) for old in olds], []
+    if is_uniform:
+      part[...] = news[0]
+      if is_harmless:
+        harmless[number, first] = news[0]
+        if key is not None:
+          harmless[key] = news[0]
+      return raced
+    before = part.copy()
+    for old, new in zip(olds, news, strict=True):
+      part[before == old] = new
+    return raced
+
+  def _after_read(self, old, number, clock) -> tuple[int, list[Access]]:
+    records = self._records
+    members = records.sets[old & _LOWER]
+    missed = [m for m in members if not records.follows(m, clock)]
+    all_needed = records.are_adds(members)
+    is_race = missed and (all_needed or len(missed) == len(members))
+    reads = self._with(old >> 32, number, clock)
+    new = reads << 32 | old & _LOWER
+    return new, [records.accesses[missed[-1]]] if is_race else []
+
+  def _after_write(self, old, number, clock) -> tuple[int, list[Access]]:
+    records = self._records
+    before = (*records.sets[old & _LOWER], *records.sets[old >> 32])
+    raced = [
+      records.accesses[m] for m in before if not records.follows(m, clock)
+    ]
+    return records.set_number((number,)), raced
+
+  def _after_same(self, old, number) -> int:
+    """After a write, unordered with others, that changed nothing."""
+    records = self._records
+    writes = records.sets[old & _LOWER]
+    return old & ~_LOWER | records.set_number((*writes, number))
+
+  def _after_add(self, old, number, clock) -> tuple[int, list[Access]]:
+    """After an addition, which races with all but other additions.
 
     The write that it adds to and the reads since are kept: an addition that
     comes later may follow this one's author and not them.
     """
-    records, raced = self._records, []
-    for old in _distinct(reads):
-      raced += records.sets[old]
-    before = writes.copy()
-    for old in _distinct(before):
-      members = records.sets[old]
-      others = [m for m in members if records.accesses[m].kind != "add"]
-      raced += others
-      kept = [
-        m for m in members if m in others or not records.follows(m, clock)
-      ]
-      writes[before == old] = records.set_number((*kept, number))
-    return [records.accesses[m] for m in raced if not records.follows(m, clock)]
+    records = self._records
+    writes, reads = records.sets[old & _LOWER], records.sets[old >> 32]
+    others = [m for m in writes if records.accesses[m].kind != "add"]
+    kept = [m for m in writes if m in others or not records.follows(m, clock)]
+    raced = [
+      records.accesses[m]
+      for m in (*others, *reads)
+      if not records.follows(m, clock)
+    ]
+    return old & ~_LOWER | records.set_number((*kept, number)), raced
 
   def _with(self, old: int, number: int, clock: Clock) -> int:
     """The set of reads with one more, and without those it follows."""
@@ -210,10 +248,6 @@ class Shadow:
     return records.set_number((*kept, number))
 
 
-def _distinct(numbers: np.ndarray) -> list[int]:
-  if not numbers.size:
-    return []
-  first = numbers.flat[0]
-  if (numbers == first).all():
-    return [int(first)]
-  return np.unique(numbers).tolist()
+_LOWER = (1 << 32) - 1
+# Of up to so many elements, those of a register, the state is looked up whole.
+_FEW = 64

@@ -103,7 +103,9 @@ def _sc_swap(em: emitter.Emitter, eqn: Any) -> None:
   params = eqn.params
   mask = rest.pop() if params["has_mask"] else None
   part = access.Part(em, ref, jax.tree.unflatten(params["tree"], rest))
-  old = em.let(_load(em, part))
+  old: Any = emitter.Name("None")
+  if _is_used(eqn) or mask is not None or params["add"]:
+    old = em.let(_load(em, part))
   if params["compress"] and mask is not None:
     value = em.let(f"compressed({old}, {value}, {mask}, {params['add']})")
   elif params["add"]:
@@ -175,9 +177,13 @@ def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
   if not add:
     m.store(w, buffer, part, value, site)
     return
-  old = m.load(w, buffer, steps, site)
-  np.add.at(old, key, value)
-  m.store(w, buffer, part, old[key], site)
+  old = m.load(w, buffer, part, site)
+  shape = np.shape(memory.read(buffer.data, steps))
+  place = np.ravel_multi_index(key, shape)
+  _, first, back = np.unique(place, return_index=True, return_inverse=True)
+  sums = old[first]
+  np.add.at(sums, back, value)
+  m.store(w, buffer, part, sums[back], site)
 
 
 def _lanes(buffer, steps, indices, mask, w, site) -> Any:

@@ -1,6 +1,8 @@
 """A kernel launched on all devices: from arrays to arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import gc
 import math
 import threading
 import time
@@ -115,7 +117,7 @@ class Launch:
     mach.max_turns = params.max_turns
     run = execution.Execution(mach, self._kernel, compiled, arrays)
     try:
-      with np.errstate(all="ignore"):
+      with np.errstate(all="ignore"), _undisturbed():
         run.execute()
     except findings.SimulationError:
       pass  # All it holds is among the machine's findings.
@@ -139,6 +141,27 @@ class Launch:
 
 
 _PATIENCE_SECONDS = 120.0
+
+
+_UNDISTURBED = threading.Lock()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+  """One simulation at a time, without garbage collections.
+
+  Devices that run on their own would only take Python's lock from each other.
+  What a run allocates makes Python look through all that JAX holds, for
+  nothing: a run drops next to no cycles.
+  """
+  with _UNDISTURBED:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+      yield
+    finally:
+      if was_enabled:
+        gc.enable()
 
 
 class _Round:

@@ -57,9 +57,11 @@ class Worker:
     "need",
     "prng",
     "program",
+    "read_numbers",
     "slots",
     "streams",
     "thread",
+    "write_numbers",
   )
 
   def __init__(self, machine: "Machine", device: int, mesh_index: int):
@@ -79,6 +81,9 @@ class Worker:
     self.need = 0
     self.prng: Any = None
     self.mxu: Any = None
+    # Of the accesses of this event, by their sites.
+    self.read_numbers: dict[Site, int] = {}
+    self.write_numbers: dict[Site, int] = {}
 
   def __str__(self) -> str:
     return memory.describe(
@@ -97,8 +102,14 @@ class Worker:
     """What it knows now, to be handed on; what it does next is after that."""
     given = self.clock
     self.clock = given.copy()
-    self.clock[self.thread] += 1
+    self.advance()
     return given
+
+  def advance(self) -> None:
+    """Begins a new event."""
+    self.clock[self.thread] += 1
+    self.read_numbers.clear()
+    self.write_numbers.clear()
 
   def acquire(self, clock: clocks.Clock) -> None:
     self.clock = clocks.joined(self.clock, clock)
@@ -314,15 +325,13 @@ class Machine:
     member.entered = worker.event
     if isinstance(member, memory.Buffer) and member.shadow is not None:
       number = self._number(worker, site, "enter")
-      member.shadow.writes[...] = self.records.set_number((number,))
+      member.shadow.state[...] = self.records.set_number((number,))
 
   def leave(self, worker: Worker, buffer: memory.Buffer, site: Site) -> None:
     """The owner leaves the scope: after, nobody may touch the buffer."""
     if buffer.shadow is not None:
       number = self._number(worker, site, "leave")
-      raced = buffer.shadow.write(
-        buffer.shadow.writes, buffer.shadow.reads, number, worker.clock
-      )
+      raced = buffer.shadow.write(buffer.shadow.state, number, worker.clock)
       self._report_races(buffer, raced, number)
 
   def load(
@@ -334,9 +343,11 @@ class Machine:
   ) -> Any:
     """A value read by a worker's own instruction."""
     if buffer.shadow is not None:
-      self._note(
-        buffer, steps, self._number(worker, site, "read"), worker.clock
-      )
+      number = worker.read_numbers.get(site)
+      if number is None:
+        number = self._number(worker, site, "read")
+        worker.read_numbers[site] = number
+      self._note(buffer, steps, number, worker.clock)
     return memory.read(buffer.data, steps)
 
   def store(
@@ -351,13 +362,12 @@ class Machine:
     if buffer.is_input:
       self._report_input(buffer, worker, site)
     if buffer.shadow is not None:
-      self._note(
-        buffer,
-        steps,
-        self._number(worker, site, "write"),
-        worker.clock,
-        lambda: memory.changes(buffer.data, steps, value),
-      )
+      number = worker.write_numbers.get(site)
+      if number is None:
+        number = self._number(worker, site, "write")
+        worker.write_numbers[site] = number
+      changes = lambda: memory.changes(buffer.data, steps, value)
+      self._note(buffer, steps, number, worker.clock, changes)
     memory.write(buffer.data, steps, value)
 
   def _number(self, worker: Worker, site: Site, kind: str) -> int:
@@ -368,43 +378,25 @@ class Machine:
   def _note(self, buffer, steps, number, clock, changes=None) -> None:
     """Notes an access, a write if `changes` tells what it would change."""
     shadow = buffer.shadow
-    writes, reads = shadow.writes, shadow.reads
-    for step in steps:
-      if type(step) is not tuple:
-        self._note_by_index(buffer, steps, number, clock, changes)
-        return
-      base = writes, reads
-      writes, reads = writes[step], reads[step]
-      if writes.__class__ is not np.ndarray:  # One element: keep it a view.
-        step = tuple(slice(i, i + 1) for i in step)
-        writes, reads = base[0][step], base[1][step]
-    if changes is None:
-      raced = shadow.read(writes, reads, number, clock)
-    else:
-      raced = shadow.write(writes, reads, number, clock, changes)
-    if raced:
-      self._report_races(buffer, raced, number)
-
-  def _note_by_index(self, buffer, steps, number, clock, changes) -> None:
-    shadow = buffer.shadow
-    flat = np.arange(shadow.writes.size).reshape(shadow.writes.shape)
-    for step in steps:
+    part, key = shadow.state, None
+    for i, step in enumerate(steps):
       if type(step) is tuple:
-        flat = flat[step]
-      elif type(step) is memory.Rows:
-        flat = flat[memory.kept_key(step)]
-      elif type(step) is memory.Bitcast:
-        break  # Words and their parts: taken as one.
+        outer, part = part, part[step]
+        if part.__class__ is not np.ndarray:  # One element: keep it a view.
+          part = outer[tuple(slice(i, i + 1) for i in step)]
+      elif type(step) is memory.Rows and i == len(steps) - 1:
+        key = memory.kept_key(step)
       else:
-        flat = step.forward(flat)
-    flat = np.reshape(flat, -1)
-    all_writes, all_reads = shadow.writes.reshape(-1), shadow.reads.reshape(-1)
-    writes, reads = all_writes[flat], all_reads[flat]
+        part = shadow.state.reshape(-1)
+        key = (_flat_index(buffer.data, steps),)
+        break
+    view = part if key is None else part[key]
     if changes is None:
-      raced = shadow.read(writes, reads, number, clock)
+      raced = shadow.read(view, number, clock)
     else:
-      raced = shadow.write(writes, reads, number, clock, changes)
-    all_writes[flat], all_reads[flat] = writes, reads
+      raced = shadow.write(view, number, clock, changes)
+    if key is not None:
+      part[key] = view  # It was a copy.
     if raced:
       self._report_races(buffer, raced, number)
 
@@ -683,7 +675,7 @@ class Machine:
         clock = clocks.joined(clock, other.clock)
       for other in arrived:
         other.clock = clocks.widened(clock, other.thread + 1).copy()
-        other.clock[other.thread] += 1
+        other.advance()
     for other in arrived:
       if other is not worker:
         other.blocked_on = None
@@ -776,6 +768,19 @@ class Machine:
       transfer.thread, transfer.event, transfer.site, kind, transfer
     )
     self._note(buffer, steps, number, transfer.clock, changes)
+
+
+def _flat_index(data: np.ndarray, steps: Sequence[memory.Step]) -> np.ndarray:
+  """Which elements of a memory steps lead to, counted in one row."""
+  flat = np.arange(data.size).reshape(*data.shape, 1)
+  for step in steps:
+    if type(step) is tuple:
+      flat = flat[step]
+    elif type(step) is memory.Rows:
+      flat = flat[memory.kept_key(step)]
+    else:
+      flat = step.forward_records(flat)
+  return np.unique(flat)
 
 
 def _place(transfer: Transfer) -> None:
