@@ -218,6 +218,7 @@ class Machine:
     self._seen: set[Any] = set()
     self._credit = 0
     self.turns = 0
+    self.polls = 0
     self.max_turns: int | None = None
 
   # --- places ----------------------------------------------------------------
@@ -643,6 +644,7 @@ class Machine:
 
   def observe(self, worker: Worker, semaphore: memory.Semaphore) -> np.int32:
     """The count, read without waiting; it tells of every signal so far."""
+    self.polls += 1
     if self.races:
       for _, clock, _ in semaphore.signals:
         if clock is not None:

@@ -6,6 +6,7 @@ import math
 from coremesh.simulate import findings, machine, memory
 
 _MAX_LISTED = 12
+_MAX_POLLS = 16
 
 
 def run(
@@ -25,6 +26,7 @@ def run(
   """
   rng, ready = mach.rng, mach.ready
   most = math.inf if mach.max_turns is None else mach.max_turns
+  num_polls = 0  # Turns in a row in which a worker polled.
   while True:
     if mach.dma == "random" and mach.pending and rng.random() < 0.3:
       _deliver_any(mach)
@@ -37,12 +39,19 @@ def run(
       mach.turns += 1
       if mach.turns > most:
         _give_up(mach)
+      polls = mach.polls
       try:
         next(worker.program)
       except StopIteration:
         continue
       if worker.blocked_on is None:
         ready.append(worker)
+      num_polls = num_polls + 1 if mach.polls > polls else 0
+      if num_polls > 2 * len(ready) + _MAX_POLLS:
+        # Nobody else has anything to do: what they poll for is under way.
+        num_polls = 0
+        if not _deliver_due(mach) and mach.pending:
+          _deliver_any(mach)
     elif not _deliver_due(mach):
       break
   waiting = [w for w in mach.workers if w.blocked_on is not None]
