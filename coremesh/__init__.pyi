@@ -69,5 +69,8 @@ from .simulate.mutate import Mutant as Mutant
 from .simulate.mutate import MutationReport as MutationReport
 from .simulate.mutate import mutate as mutate
 from .simulate.params import SimulatorParams as SimulatorParams
+from .simulate.report import Report as Report
 from .simulate.session import KernelRun as KernelRun
 from .simulate.session import Simulation as Simulation
+from .simulate.timeline import KernelTimeline as KernelTimeline
+from .simulate.timeline import Timeline as Timeline

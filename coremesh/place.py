@@ -231,6 +231,7 @@ def simulation(
   races: bool = True,
   dma: Literal["late", "early", "random"] = "late",
   on_finding: Literal["raise", "record"] = "raise",
+  timeline: bool = False,
 ) -> Iterator[Simulation]:
   """Runs the kernels called inside in coremesh's simulator, and notes them.
 
@@ -246,9 +247,11 @@ def simulation(
     on_finding: "raise" raises `SimulationError` when a kernel ends that did
       what it must not; "record" only notes it in the findings of the run. A
       deadlock or an index out of bounds raises all the same.
+    timeline: model when each worker computes, waits and copies, for
+      `run.timeline` and the report.
 
   Yields:
-    A `Simulation`: what was run and found.
+    A `Simulation`: what was run and found; `print(run.report)`.
 
   Raises:
     SimulationError, DeadlockError: at the latest on exit.
@@ -266,6 +269,7 @@ def simulation(
     detect_races=races,
     on_finding=on_finding,
     session=session,
+    timeline=timeline,
   )
   with repeat.simulating(params):
     yield session

@@ -15,7 +15,13 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import capacity, machine, memory, synchronisation
+from coremesh.simulate import (
+  capacity,
+  costs,
+  machine,
+  memory,
+  synchronisation,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +125,7 @@ class Emitter:
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
     operations: what notes, and may change, what synchronises.
+    costs: counts what straight-line code costs, None without a timeline.
     retarget: how the operation written now changes its target, None as it is.
     num_targets: workers along the first axis of the last target written.
   """
@@ -132,6 +139,7 @@ class Emitter:
     rules: Mapping[str, Callable[["Emitter", Any], None]],
     value_rules: Mapping[str, Callable[..., Callable[..., Any]]],
     operations: synchronisation.Operations | None = None,
+    costs: costs.Costs | None = None,
   ):
     self.mesh = mesh
     self.device_axes = device_axes
@@ -142,6 +150,7 @@ class Emitter:
     self.grid: list[tuple[str, str]] = []
     self.crosses_devices = False
     self.operations = operations
+    self.costs = costs
     self.retarget: str | None = None
     self.num_targets = 0
     self.constants: dict[str, Any] = {"np": np}
@@ -163,13 +172,20 @@ class Emitter:
   @contextlib.contextmanager
   def block(self, head: str) -> Iterator[None]:
     """Lines inside `head`, such as "while True:"."""
+    self.end_stretch()
     self.line(head)
     self._indent += 1
     before = len(self.lines)
     yield
+    self.end_stretch()
     if len(self.lines) == before:
       self.line("pass")
     self._indent -= 1
+
+  def end_stretch(self) -> None:
+    """A stretch without branches ends here: writes what it costs."""
+    if self.costs is not None:
+      self.costs.flush(self)
 
   def name(self, prefix: str = "v") -> Name:
     self._count += 1
@@ -244,6 +260,8 @@ class Emitter:
 
   def equation(self, eqn: Any) -> None:
     name = kernel_ir.qualified_name(eqn.primitive)
+    if self.costs is not None:
+      self.costs.add(self, eqn, name)
     rule = self._rules.get(name)
     if rule is None:
       self.value(eqn, name)
@@ -291,6 +309,7 @@ class Emitter:
     return not isinstance(value, Name) or value.text in self.refs
 
   def source(self, arguments: Sequence[str]) -> str:
+    self.end_stretch()
     head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
     # A worker's program is a generator even if it never waits.
     return "\n".join([head, *self.lines, "  return", "  yield"])

@@ -19,6 +19,10 @@ class Window:
   It is copied in when the index map leads elsewhere, and out before it leaves.
   What of a block is outside the array holds poison and is not written.
 
+  Attributes:
+    array: the whole array, in HBM.
+    block: the block's memory.
+
   Args:
     array: the whole array, in HBM.
     block: the block's memory.
@@ -27,14 +31,14 @@ class Window:
   """
 
   __slots__ = (
-    "_array",
-    "_block",
     "_inside",
     "_is_input",
     "_is_output",
     "_place",
     "_squeezed",
     "_within",
+    "array",
+    "block",
   )
 
   def __init__(
@@ -46,8 +50,8 @@ class Window:
     is_input: bool,
     is_output: bool,
   ):
-    self._array = array
-    self._block = block
+    self.array = array
+    self.block = block
     self._squeezed = squeezed
     self._is_input = is_input
     self._is_output = is_output
@@ -69,33 +73,35 @@ class Window:
     self._place = place
     inside, within = [], []
     for i, ((start, size), dim) in enumerate(
-      zip(place, self._array.shape, strict=True)
+      zip(place, self.array.shape, strict=True)
     ):
       first, last = max(0, start), min(dim, start + size)
       if first >= last:
         m.stop(
           "out of bounds",
           f"{w}: {site}: block [{start}, {start + size}) is outside a dimension"
-          f" of {dim} of {self._array.family.name!r}.",
+          f" of {dim} of {self.array.family.name!r}.",
         )
       inside.append(slice(first, last))
       if i not in self._squeezed:
         within.append(slice(first - start, last - start))
     self._inside, self._within = tuple(inside), tuple(within)
-    self._block.data[...] = memory.poison(self._block.data.dtype)
+    self.block.data[...] = memory.poison(self.block.data.dtype)
     if self._is_input:
-      part = m.load(w, self._array, (self._inside,), site)
+      part = m.load(w, self.array, (self._inside,), site)
+      m.copied_block(w, self, out=False, num_bytes=part.nbytes, site=site)
       part = np.squeeze(part, axis=self._squeezed)
-      m.store(w, self._block, (self._within,), part, site)
+      m.store(w, self.block, (self._within,), part, site)
 
   def leave(
     self, m: machine.Machine, w: machine.Worker, site: machine.Site
   ) -> None:
     """Writes the block back, if it is an output."""
     if self._is_output and self._place is not None:
-      part = m.load(w, self._block, (self._within,), site)
+      part = m.load(w, self.block, (self._within,), site)
+      m.copied_block(w, self, out=True, num_bytes=part.nbytes, site=site)
       part = np.expand_dims(part, self._squeezed)
-      m.store(w, self._array, (self._inside,), part, site)
+      m.store(w, self.array, (self._inside,), part, site)
 
 
 def mesh_of(

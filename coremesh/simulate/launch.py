@@ -17,8 +17,11 @@ from coremesh.simulate import (
   findings,
   machine,
   program,
+  rates,
+  recorder,
   session,
   synchronisation,
+  timeline,
 )
 
 
@@ -37,6 +40,10 @@ class Launch:
     kernel_ir.keep_quiet_about(findings.SimulationError)
     self._kernel = kernel
     self._params = params
+    self._rates: rates.Rates | None = None
+    if params.timeline:
+      found = chips.chip_of_device_kind(kernel.device_kind)
+      self._rates = rates.Rates(found or chips.chip())
     self._program = self._compile()
     self._num_devices = math.prod(kernel.device_axes.values())
     self._meets = self._program.crosses_devices and self._num_devices > 1
@@ -79,6 +86,7 @@ class Launch:
       if chip is not None
       else self._params.num_cores_or_threads,
       operations=operations,
+      timed_on=self._rates,
     )
 
   def _compiled(self) -> program.Program:
@@ -115,6 +123,8 @@ class Launch:
       device_sizes=tuple(self._kernel.device_axes.values()),
     )
     mach.max_turns = params.max_turns
+    if self._rates is not None:
+      mach.timeline = recorder.Recorder()
     run = execution.Execution(mach, self._kernel, compiled, arrays)
     try:
       with np.errstate(all="ignore"), _undisturbed():
@@ -128,16 +138,27 @@ class Launch:
           devices=tuple(arrays),
           num_workers=len(mach.workers),
           seed=params.seed,
+          dma=params.dma,
           findings=tuple(mach.findings),
           bytes_moved=mach.bytes_moved,
           seconds=time.perf_counter() - start,
           turns=mach.turns,
+          timeline=self._timeline(mach),
         )
       )
     is_wrong = any(not f.is_warning for f in mach.findings)
     if is_wrong and (not run.has_ended or params.on_finding == "raise"):
       raise findings.error_of(mach.findings)
     return run.results()
+
+
+  def _timeline(self, mach: machine.Machine) -> Any:
+    """The run in model time, None if nobody asked for it."""
+    if self._rates is None:
+      return None
+    return timeline.model(
+      self._kernel.name, mach.timeline, mach.workers, self._rates
+    )
 
 
 _PATIENCE_SECONDS = 120.0

@@ -41,11 +41,13 @@ class Worker:
     streams: its DMAs that raise no semaphore when they are done, and that it
       has not waited for.
     blocked_on: the semaphore or meeting it waits for, None if it can run.
+    busy_ps: picoseconds of its own work so far, if a timeline is asked for.
   """
 
   __slots__ = (
     "blocked_at",
     "blocked_on",
+    "busy_ps",
     "clock",
     "coords",
     "device",
@@ -79,6 +81,7 @@ class Worker:
     self.blocked_on: Any = None
     self.blocked_at: Any = None
     self.need = 0
+    self.busy_ps = 0
     self.prng: Any = None
     self.mxu: Any = None
     # Of the accesses of this event, by their sites.
@@ -185,6 +188,7 @@ class Machine:
   Attributes:
     meets: the signals of barrier semaphores, which outlive the kernel: who,
       which, what was known, and where.
+    timeline: the `Recorder` of what workers do, None if nobody asked for it.
   """
 
   def __init__(
@@ -220,6 +224,7 @@ class Machine:
     self.turns = 0
     self.polls = 0
     self.max_turns: int | None = None
+    self.timeline: Any = None
 
   # --- places ----------------------------------------------------------------
 
@@ -569,6 +574,8 @@ class Machine:
   ) -> bool:
     """Raises a semaphore; returns whether another worker should run next."""
     amount = int(amount)
+    if self.timeline is not None:
+      self.timeline.signal(worker, semaphore, amount, site)
     if self.races:
       owner = semaphore.bank.owner
       if owner is not None and owner is not worker:
@@ -621,6 +628,8 @@ class Machine:
     if semaphore.count < amount:
       self.block(worker, semaphore, amount, site)
       return False
+    if self.timeline is not None:
+      self.timeline.take(worker, semaphore, amount, site, decrement)
     if decrement:
       semaphore.count -= amount
     if semaphore.signals:
@@ -666,6 +675,8 @@ class Machine:
 
   def meet(self, worker: Worker, meeting: Meeting, site: Site) -> bool:
     """Arrives at a barrier: whether all are there, else it blocks."""
+    if self.timeline is not None:
+      self.timeline.meet(worker, meeting, site)
     meeting.arrived.append(worker)
     if len(meeting.arrived) < meeting.size:
       self.block(worker, meeting, 0, site)
@@ -689,6 +700,8 @@ class Machine:
   def start(self, transfer: Transfer) -> bool:
     """Starts a DMA; returns whether another worker should run next."""
     worker = transfer.starter
+    if self.timeline is not None:
+      self.timeline.start(transfer)
     if self.races:
       slot = worker.slot()
       transfer.thread, transfer.event = slot[0], slot[1] + 1
@@ -710,6 +723,8 @@ class Machine:
 
   def drain(self, worker: Worker) -> None:
     """Waits for all streams of a vector subcore: they share one fence."""
+    if self.timeline is not None:
+      self.timeline.drain(worker, worker.streams)
     for transfer in worker.streams:
       if not transfer.is_done:
         self.deliver(transfer)
@@ -750,12 +765,25 @@ class Machine:
         ),
       )
     _place(transfer)
-    src, dst = transfer.src, transfer.dst
-    link = (src.family.space, src.place[0], dst.family.space, dst.place[0])
-    self.bytes_moved[link] += transfer.num_bytes
+    self._count(transfer.src, transfer.dst, transfer.num_bytes)
     if transfer.dst_sem is not None:
       self._arrive(transfer, transfer.dst_sem)
     transfer.data = True  # The elements are not needed any more.
+
+  def copied_block(
+    self, worker: Worker, window: Any, *, out: bool, num_bytes: int, site: Site
+  ) -> None:
+    """Notes that the grid of a `pallas_call` has copied a block in, or out."""
+    src, dst = window.array, window.block
+    if out:
+      src, dst = dst, src
+    self._count(src, dst, num_bytes)
+    if self.timeline is not None:
+      self.timeline.block(worker, window, src, dst, num_bytes, site)
+
+  def _count(self, src, dst, num_bytes) -> None:
+    link = (src.family.space, src.place[0], dst.family.space, dst.place[0])
+    self.bytes_moved[link] += num_bytes
 
   def _arrive(self, transfer, semaphore) -> None:
     if transfer in semaphore.arrivals:

@@ -32,6 +32,8 @@ class SimulatorParams(kernel_ir.KernelSimulator):
     session: where to note what was run, None for nowhere.
     max_turns: turns of workers after which a kernel counts as endless, None for
       no limit. A worker that polls a semaphore takes turns for ever.
+    timeline: whether to model when each worker does what, for the `timeline` of
+      `session`.
   """
 
   seed: int = 0
@@ -40,6 +42,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
   on_finding: Literal["raise", "record"] = "raise"
   session: Simulation | None = None
   max_turns: int | None = None
+  timeline: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -52,6 +55,10 @@ class SimulatorParams(kernel_ir.KernelSimulator):
     if self.on_finding not in ("raise", "record"):
       raise errors.UnsupportedError(
         f"on_finding must be 'raise' or 'record'; got {self.on_finding!r}."
+      )
+    if not isinstance(self.timeline, bool):
+      raise errors.UnsupportedError(
+        f"timeline must be True or False; got {self.timeline!r}."
       )
 
   def now(self) -> "SimulatorParams":

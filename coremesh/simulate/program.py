@@ -12,11 +12,13 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   access,
   control,
+  costs,
   effects,
   emitter,
   grid,
   lanes,
   machine,
+  rates,
   stateful,
   synchronisation,
   tensor_core,
@@ -89,6 +91,7 @@ def compile_program(
   *,
   num_cores: int = 1,
   operations: synchronisation.Operations | None = None,
+  timed_on: rates.Rates | None = None,
 ) -> Program:
   """Compiles a kernel.
 
@@ -97,6 +100,7 @@ def compile_program(
     num_cores: TensorCores of a device, which share the parallel dimensions of
       a `pallas_call`.
     operations: notes what synchronises, and may change it.
+    timed_on: writes what the programs cost on this chip, for a timeline.
 
   Raises:
     UnsupportedError: it holds an operation that the simulator does not know.
@@ -130,6 +134,7 @@ def compile_program(
       rules=RULES,
       value_rules=VALUE_RULES,
       operations=operations,
+      costs=_costs(timed_on, mesh),
     )
     for declaration in operands[num_arrays:]:
       if declaration is not None and declaration.mesh == mesh:
@@ -148,6 +153,18 @@ def compile_program(
     scoped=tuple(scoped),
     excess=tuple(excess),
   )
+
+
+def _costs(timed_on: rates.Rates | None, mesh: Any) -> costs.Costs | None:
+  if timed_on is None:
+    return None
+  return costs.Costs(
+    timed_on, is_sparse=_is_sparse(mesh), uncounted=frozenset(control.RULES)
+  )
+
+
+def _is_sparse(mesh: Any) -> bool:
+  return type(mesh).__name__ != "TensorCoreMesh"
 
 
 def _compile_part(
@@ -173,7 +190,7 @@ def _compile_part(
     function=_function(kernel.name, source, em.constants),
     mesh=em.mesh,
     core_axes=dict(em.mesh.shape),
-    is_sparse=type(em.mesh).__name__ != "TensorCoreMesh",
+    is_sparse=_is_sparse(em.mesh),
     source=source,
   )
 

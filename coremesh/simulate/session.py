@@ -4,6 +4,9 @@ from collections import Counter
 import dataclasses
 import threading
 
+from coremesh import errors
+from coremesh.simulate import report as reports
+from coremesh.simulate import timeline as timelines
 from coremesh.simulate.findings import Finding, SimulationError, error_of
 
 
@@ -21,6 +24,8 @@ class KernelRun:
       device).
     seconds: how long the simulation took on the host.
     turns: how often a worker was given its turn.
+    dma: when DMAs moved their bytes.
+    timeline: when each worker did what, modelled; None if not asked for.
   """
 
   kernel: str
@@ -31,6 +36,8 @@ class KernelRun:
   bytes_moved: Counter[tuple[str, int, str, int]]
   seconds: float
   turns: int = 0
+  dma: str = "late"
+  timeline: timelines.KernelTimeline | None = None
 
 
 class Simulation:
@@ -53,6 +60,28 @@ class Simulation:
   def findings(self) -> tuple[Finding, ...]:
     """What was wrong in all runs."""
     return tuple(f for run in self.runs for f in run.findings)
+
+  @property
+  def report(self) -> reports.Report:
+    """What was run, moved and found: print it, or take its `as_dict()`."""
+    return reports.Report(tuple(self.runs))
+
+  @property
+  def timeline(self) -> timelines.Timeline:
+    """When each worker did what, modelled.
+
+    Raises:
+      UnsupportedError: it was not asked for.
+    """
+    found = [r.timeline for r in self.runs if r.timeline is not None]
+    if len(found) < len(self.runs) or not self.runs:
+      what = "has no timeline" if self.runs else "has run no kernel"
+      raise errors.UnsupportedError(
+        f"This simulation {what}. Run its kernels in"
+        " `with cm.simulation(timeline=True) as run:`, and take run.timeline"
+        " afterwards."
+      )
+    return timelines.in_sequence(found)
 
   def error(self) -> SimulationError | None:
     """What the last run raised, None if it ended well."""

@@ -1,0 +1,147 @@
+"""A timeline as trace events, the JSON that Perfetto and Chrome read.
+
+Format: "Trace Event Format" of the Chromium project. Times are microseconds.
+"""
+
+from collections.abc import Iterator
+import itertools
+import json
+import pathlib
+from typing import Any
+
+from coremesh.simulate import replay, timeline
+
+_PS_PER_US = 1_000_000
+
+
+def save(found: timeline.Timeline, path: pathlib.Path) -> pathlib.Path:
+  """Writes the trace of a timeline."""
+  path.write_text(json.dumps(as_dict(found)))
+  return path
+
+
+def as_dict(found: timeline.Timeline) -> dict[str, Any]:
+  """The trace of a timeline."""
+  threads = _threads(found)
+  events = list(_names(found, threads))
+  ids = itertools.count(1)
+  for start, run in found.runs:
+    events += _Run(start, run, threads, ids).events()
+  return {
+    "traceEvents": events,
+    "displayTimeUnit": "ns",
+    "otherData": {
+      "time": "modelled, not measured",
+      "assumptions": list(found.assumptions),
+    },
+  }
+
+
+def _threads(found: timeline.Timeline) -> dict[tuple[Any, ...], int]:
+  """A number for each worker among those of its device."""
+  threads: dict[tuple[Any, ...], int] = {}
+  count: dict[int, int] = {}
+  for _, run in found.runs:
+    for lane in run.lanes:
+      if lane.place not in threads:
+        count[lane.device] = count.get(lane.device, 0) + 1
+        threads[lane.place] = count[lane.device]
+  return threads
+
+
+def _names(found, threads) -> Iterator[dict[str, Any]]:
+  lanes = {lane.place: lane for _, run in found.runs for lane in run.lanes}
+  for device in sorted({lane.device for lane in lanes.values()}):
+    yield {
+      "ph": "M",
+      "name": "process_name",
+      "pid": device,
+      "args": {"name": f"device {device} (modelled time)"},
+    }
+  for place, lane in lanes.items():
+    where = ", ".join(f"{axis} {i}" for axis, i in lane.coords)
+    common = {"ph": "M", "pid": lane.device, "tid": threads[place]}
+    name = f"{lane.kind} {where}"
+    yield {**common, "name": "thread_name", "args": {"name": name}}
+    order = {"sort_index": threads[place]}
+    yield {**common, "name": "thread_sort_index", "args": order}
+
+
+class _Run:
+  """The events of one run of a kernel."""
+
+  def __init__(self, start_ps: int, run: timeline.KernelTimeline, threads, ids):
+    self._start_ps = start_ps
+    self._run = run
+    self._threads = threads
+    self._ids = ids
+
+  def events(self) -> Iterator[dict[str, Any]]:
+    for lane in self._run.lanes:
+      for interval, issue in _with_issue(lane.intervals):
+        yield self._slice(lane, interval, issue)
+        for cause in interval.causes:
+          yield from self._flow(lane, interval, cause)
+      for copy in lane.copies:
+        yield from self._copy(lane, copy)
+
+  def _at(self, lane: timeline.Lane, time_ps: int) -> dict[str, Any]:
+    return {
+      "pid": lane.device,
+      "tid": self._threads[lane.place],
+      "ts": (self._start_ps + time_ps) / _PS_PER_US,
+    }
+
+  def _slice(self, lane, interval, issue) -> dict[str, Any]:
+    args = {"kernel": self._run.kernel}
+    if interval.kind == "wait":
+      args["on"] = interval.on
+      args["ended by"] = ": ".join(self._run.who_ended(interval))
+      args["waiting_us"] = (interval.end_ps - interval.start_ps) / _PS_PER_US
+    end = issue.end_ps if issue is not None else interval.end_ps
+    return {
+      "ph": "X",
+      "name": interval.what or "compute",
+      "cat": interval.kind,
+      **self._at(lane, interval.start_ps),
+      "dur": (end - interval.start_ps) / _PS_PER_US,
+      "args": args,
+    }
+
+  def _flow(self, lane, interval, cause) -> Iterator[dict[str, Any]]:
+    sender = self._run.lanes[cause.worker]
+    common = {"name": cause.kind, "cat": "sync", "id": next(self._ids)}
+    yield {"ph": "s", **common, **self._at(sender, cause.sent_ps)}
+    end = self._at(lane, interval.end_ps)
+    yield {"ph": "f", "bp": "e", **common, **end}
+
+  def _copy(self, lane, copy: replay.Copy) -> Iterator[dict[str, Any]]:
+    common = {
+      "name": f"{copy.spaces[0]} to {copy.spaces[1]}",
+      "cat": "copy",
+      "id": next(self._ids),
+    }
+    args = {"from": copy.src, "to": copy.dst, "bytes": copy.num_bytes}
+    if copy.link is not None:
+      args["link"] = f"device {copy.link[0]} to device {copy.link[1]}"
+    args["what"] = copy.what
+    yield {
+      "ph": "b",
+      **common,
+      **self._at(lane, copy.start_ps),
+      "args": args,
+    }
+    yield {"ph": "e", **common, **self._at(lane, copy.end_ps)}
+
+
+def _with_issue(intervals) -> Iterator[tuple[Any, Any]]:
+  """Each interval, a wait together with the instruction that ends it.
+
+  So a wait that need not wait is there too, for an arrow to lead to.
+  """
+  rest = iter(intervals)
+  for interval in rest:
+    issue = None
+    if interval.kind == "wait" and interval.ends:
+      issue = next(rest, None)
+    yield interval, issue
