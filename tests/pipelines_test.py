@@ -524,6 +524,32 @@ def test_nan_around_a_part_of_an_array_does_not_reach_the_result():
   np.testing.assert_array_equal(y, x + 1)
 
 
+def _one_from_a_part(apart):
+  """20 rows of each device's 96 from row `apart` times the device, plus 1."""
+
+  def body(x_hbm, o_hbm):
+    part = pl.ds(cm.worker_index("device") * apart, 20)
+    piped(add_one, [_ROWS], [_ROWS], grid=(3,))(x_hbm.at[part], o_hbm)
+
+  x = numbers(NUM_DEVICES * 96, 128)
+  return x, simulate(body, x, out=jax.ShapeDtypeStruct((20, 128), jnp.float32))
+
+
+def test_a_part_that_starts_at_a_tile_is_copied_to_the_end_of_a_tile():
+  with cm.simulation() as run:
+    x, y = _one_from_a_part(24)
+  assert not run.findings
+  for device, rows_of_x in enumerate(on_devices(x)):
+    part = rows_of_x[24 * device :][:20]
+    np.testing.assert_array_equal(on_devices(y)[device], part + 1)
+
+
+def test_a_part_that_starts_within_a_tile_is_not_read_beyond_its_end():
+  message = r"elements \[16, 24\) of a dimension of 20 of 'input 0'"
+  with pytest.raises(cm.SimulationError, match=message), cm.simulation():
+    _one_from_a_part(20)
+
+
 def test_nan_in_the_padding_of_an_array_does_not_reach_the_result():
   x = numbers(NUM_DEVICES * 20, 130)
   padded = np.full((NUM_DEVICES * 24, 256), np.nan, np.float32)

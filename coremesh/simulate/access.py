@@ -38,6 +38,27 @@ def span(
   return slice(start, stop, stride)
 
 
+def tiled_span(
+  worker: Any,
+  start: Any,
+  size: int,
+  tile: int,
+  dim: int,
+  limit: int,
+  name: str,
+  site: Any,
+) -> slice:
+  """As `span`, up to the end of the last tile if it starts at a tile.
+
+  A pipeline over a part of an array copies whole tiles, as one over an array
+  does; what it copies beyond the part is in the array, or in its padding.
+  """
+  part = span(worker, start, size, 1, dim, limit, name, site)
+  if part.start % tile:
+    return part
+  return slice(part.start, min(memory.rounded_up(part.stop, tile), limit), 1)
+
+
 def position(worker: Any, index: Any, dim: int, name: str, site: Any) -> int:
   """A checked index of a dimension of `dim` elements."""
   index = int(index)
@@ -77,6 +98,7 @@ def rows(
 
 HELPERS = {
   "span": span,
+  "tiled_span": tiled_span,
   "position": position,
   "rows": rows,
   "read": memory.read,
@@ -173,7 +195,10 @@ class _Steps:
     self._site = site
     self._name = declaration.name
     self._shape = list(declaration.shape)
-    self._limit = list(declaration.padded)
+    self._limit: list[Any] = list(declaration.padded)
+    self._tile = [1] * len(self._shape)
+    if declaration.is_tiled:
+      self._tile = list(memory.tile(declaration.shape, declaration.dtype))
     self._dtype = declaration.dtype
     self._steps: list[str] = []
 
@@ -216,6 +241,7 @@ class _Steps:
     self._steps.append(str(self._em.constant(step)))
     self._shape = list(shape)
     self._limit = list(shape)
+    self._tile = [1] * len(shape)
 
   def _bitcast(self, dtype: Any) -> None:
     dtype = np.dtype(dtype)
@@ -240,16 +266,22 @@ class _Steps:
     self._limit = list(self._shape)
 
   def _index(self, indexer: Any, *, keeps_padding: bool) -> None:
-    entries, shape, limit, arrays = [], [], [], []
+    entries, shape, limit, tiles, arrays = [], [], [], [], []
     ignored = None
-    for index, dim, most in zip(
-      indexer.indices, self._shape, self._limit, strict=True
+    for index, dim, most, tile in zip(
+      indexer.indices, self._shape, self._limit, self._tile, strict=True
     ):
       if isinstance(index, kernel_ir.Slice):
-        entries.append(self._slice(index, dim, most, keeps_padding))
-        is_whole = index.size == dim and index.stride == 1
         size = index.size if isinstance(index.size, int) else None
         shape.append(size)
+        tiles.append(tile)
+        is_whole = index.size == dim and index.stride == 1
+        if keeps_padding and not is_whole and _ends_in_a_tile(index, tile):
+          part = self._tiled_slice(index, dim, most, tile)
+          entries.append(part)
+          limit.append(f"({part}.stop - {part}.start)")
+          continue
+        entries.append(self._slice(index, dim, most, keeps_padding))
         limit.append(most if is_whole and keeps_padding else size)
       elif self._is_array(index, indexer):
         value, ignored = self._array(index)
@@ -269,8 +301,18 @@ class _Steps:
       )
       shape[axis:axis] = [*indexer.int_indexer_shape]
       limit[axis:axis] = [*indexer.int_indexer_shape]
+      tiles[axis:axis] = [1] * len(indexer.int_indexer_shape)
     self._steps.append(key)
-    self._shape, self._limit = shape, limit
+    self._shape, self._limit, self._tile = shape, limit, tiles
+
+  def _tiled_slice(self, index: Any, dim: Any, most: Any, tile: int) -> str:
+    start = _expression(self._em, index.start)
+    part = self._em.let(
+      f"tiled_span(w, {start}, {index.size}, {tile}, {dim}, {most},"
+      f" {self._name!r}, {self._site})",
+      "s",
+    )
+    return str(part)
 
   def _slice(self, index: Any, dim: Any, most: Any, keeps: bool) -> str:
     start, size = index.start, index.size
@@ -302,6 +344,12 @@ class _Steps:
       steps = part.steps(self._site)
       return f"m.load(w, {part.name}, {steps}, {self._site})", ignored
     return f"np.asarray({_expression(self._em, index)})", ignored
+
+
+def _ends_in_a_tile(index: Any, tile: int) -> bool:
+  """Whether a slice from the start of a tile ends within one."""
+  size, stride = index.size, index.stride
+  return isinstance(size, int) and stride == 1 and size % tile != 0
 
 
 def _array_axis(indexer: Any, arrays: list[int]) -> int:

@@ -36,13 +36,17 @@ def poison(dtype: np.dtype) -> Any:
 
 def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   """The shape an array takes in a tiled memory: 8 x 128 words of 32 bits."""
+  return tuple(map(rounded_up, shape, tile(shape, dtype)))
+
+
+def tile(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+  """The shape of a tile of an array in a tiled memory."""
   if len(shape) < 2:
-    return shape
+    return (1,) * len(shape)
   rows = _SUBLANES * max(1, 4 // dtype.itemsize)
-  *outer, sublanes, lanes = shape
   # XLA tiles arrays of few rows in shorter tiles of 1, 2 or 4 sublanes.
-  rows = min(rows, 1 << max(0, sublanes - 1).bit_length())
-  return (*outer, _up(sublanes, rows), _up(lanes, _LANES))
+  rows = min(rows, 1 << max(0, shape[-2] - 1).bit_length())
+  return (*(1,) * (len(shape) - 2), rows, _LANES)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype, *, tiled: bool) -> int:
@@ -57,7 +61,8 @@ def num_bytes(shape: tuple[int, ...], dtype: np.dtype, *, tiled: bool) -> int:
   return -(-math.prod(full) * bits // 8)
 
 
-def _up(size: int, multiple: int) -> int:
+def rounded_up(size: int, multiple: int) -> int:
+  """The least multiple that is no less than `size`."""
   return -(-size // multiple) * multiple
 
 
