@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import chips, mutate, plan
+from coremesh.cli import chips, mutate, plan, simulate
 
-_COMMANDS = {"chips": chips, "plan": plan, "mutate": mutate}
+_COMMANDS = {
+  "chips": chips,
+  "plan": plan,
+  "simulate": simulate,
+  "mutate": mutate,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
