@@ -654,6 +654,10 @@ class Machine:
   def observe(self, worker: Worker, semaphore: memory.Semaphore) -> np.int32:
     """The count, read without waiting; it tells of every signal so far."""
     self.polls += 1
+    if self.timeline is not None and semaphore.count > 0:
+      self.timeline.take(
+        worker, semaphore, semaphore.count, "semaphore_read", decrement=False
+      )
     if self.races:
       for _, clock, _ in semaphore.signals:
         if clock is not None:
