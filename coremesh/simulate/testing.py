@@ -44,20 +44,6 @@ def dma_of(seed: int) -> repeat.Dma:
 
 
 def report(session: Simulation, *, seed: int, races: bool) -> str:
-  """What a simulation did, for the report of a test that failed."""
-  names = [run.kernel for run in session.runs]
-  kernels = ", ".join(names[:_MAX_SHOWN]) or "none"
-  more = len(names) - _MAX_SHOWN
+  """What a simulation did and found, for the report of a test that failed."""
   how = f"seed={seed}, dma={dma_of(seed)!r}, races={races}"
-  lines = [
-    f"with cm.simulation({how}): ...",
-    f"kernels that ran: {kernels}" + (f" and {more} more" if more > 0 else ""),
-  ]
-  found = list(map(str, session.findings[:_MAX_SHOWN])) or ["nothing found"]
-  lines += found
-  if len(session.findings) > _MAX_SHOWN:
-    lines.append(f"... and {len(session.findings) - _MAX_SHOWN} more findings")
-  return "\n".join(lines)
-
-
-_MAX_SHOWN = 8
+  return f"with cm.simulation({how}): ...\n{session.report}"
