@@ -306,7 +306,8 @@ def kernel(
       a copy, a loop counting once. Not with several meshes.
     compiler_params: `pltpu.CompilerParams` or a dict of its fields.
     interpret: None chooses by the devices; False compiles; True or
-      `pltpu.InterpretParams` interprets.
+      `cm.SimulatorParams` simulates; plain `pltpu.InterpretParams` runs it in
+      JAX's own interpreter, on TensorCores only.
     cost_estimate: as for `pl.kernel`.
     debug: as for `pl.kernel`.
     name: default the name of the (first) body.

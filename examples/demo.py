@@ -1,15 +1,18 @@
 """One multi-core kernel, on every device and for every chip, in one report.
 
-Runs the kernel of examples/swap_cores.py on the devices of a chip (simulated
-where there is no TPU), checks the result, compiles the same function for each
-kind of chip with libtpu, and says what ran where and what it uses.
+Runs the kernel of examples/swap_cores.py on the TensorCores of a chip, and that
+of examples/sc_add_one.py on its SparseCores (simulated where there is no TPU),
+checks the results, compiles the first for each kind of chip with libtpu, and
+says what ran where and what it uses.
 
 To run:
   make demo
 """
 
+from collections.abc import Callable
 import inspect
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +21,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 import coremesh as cm
-from examples import common, swap_cores
+from examples import common, sc_add_one, swap_cores
 
 _COMPILED_CHIPS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 _ROWS_PER_DEVICE, _COLUMNS = 8, 256
@@ -40,27 +43,42 @@ def main() -> None:
 
 
 def _run(chip: cm.Chip, mesh: jax.sharding.Mesh, x: np.ndarray) -> Table:
-  """Runs the swap by both routes and races it; what came out, as a table."""
+  """Runs both kernels, the swap by both routes; what came out, as a table."""
   table = Table("where", "route", "checked", "trace and run")
-  where = (
-    f"{common.ran_on(mesh)} {chip.name}: {chip.num_devices} devices x"
-    f" {chip.tensor_cores_per_device} TensorCores"
-  )
-  checked = f"{x.shape} float32 equal to NumPy, bit for bit"
+  where = f"{common.ran_on(mesh)} {chip.name}: {chip.num_devices} devices x"
+  cores = f"{where} {chip.tensor_cores_per_device} TensorCores"
   for route in ("kernel", "core_map"):
-    start = time.perf_counter()
-    y = swap_cores.build(chip, mesh, route)(x)
-    np.testing.assert_array_equal(y, swap_cores.expected(x))
-    seconds = time.perf_counter() - start
-    table.add_row(where, route, checked, f"{seconds:.2f} s")
-  if common.ran_on(mesh) == "simulated":
-    start = time.perf_counter()
-    with cm.simulation(races=True):
-      y = swap_cores.build(chip, mesh)(x)
-    np.testing.assert_array_equal(y, swap_cores.expected(x))
-    seconds = time.perf_counter() - start
-    table.add_row(where, "kernel", "no data race found", f"{seconds:.2f} s")
+    fn = swap_cores.build(chip, mesh, route)
+    table.add_row(cores, route, *_checked(fn, x, swap_cores.expected(x)))
+  if chip.sparse_cores_per_device:
+    subcores = (
+      f"{where} {chip.sparse_cores_per_device} SparseCores x"
+      f" {chip.vector_subcores_per_sparse_core} subcores"
+    )
+    fn, words = sc_add_one.build(chip, mesh), _words(chip)
+    table.add_row(subcores, "kernel", *_checked(fn, words, words + 1))
   return table
+
+
+def _words(chip: cm.Chip) -> np.ndarray:
+  """A block of words for every vector subcore of every device."""
+  cores = chip.num_devices * chip.sparse_cores_per_device
+  rows = _ROWS_PER_DEVICE * cores * chip.vector_subcores_per_sparse_core
+  return np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)
+
+
+def _checked(
+  fn: Callable[..., Any], x: np.ndarray, expected: np.ndarray
+) -> tuple[str, str]:
+  """Runs a function of one kernel: what was checked, and how long it took."""
+  checked = f"{x.shape} {x.dtype} equal to NumPy, bit for bit"
+  start = time.perf_counter()
+  y = fn(x)  # A simulated kernel with a data race would raise.
+  np.testing.assert_array_equal(y, expected)
+  seconds = time.perf_counter() - start
+  if y.devices().pop().platform == "cpu":
+    checked += "; no data race found"
+  return checked, f"{seconds:.2f} s"
 
 
 def _compile_everywhere(console: Console) -> None:

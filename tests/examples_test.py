@@ -58,12 +58,19 @@ def test_every_example_is_tested_and_short():
 def test_an_example_checks_its_own_answer(name, changes, capsys):
   _run(name, changes)
   printed = capsys.readouterr().out
-  if name == "sc_add_one":
-    assert "Not run: " in printed
-    assert "compiled for v5p:2x2x1" in printed
-  else:
-    assert "simulated on v5p:2x2x1" in printed
-    assert "bit for bit" in printed
+  assert "simulated on v5p:2x2x1" in printed
+  assert "bit for bit" in printed
+
+
+def test_the_sparse_core_example_runs_on_every_subcore(capsys):
+  with cm.simulation() as run:
+    _run("sc_add_one", {})
+  printed = capsys.readouterr().out
+  assert "4 devices x 4 SparseCores x 16 subcores" in printed
+  assert sum(r.num_workers for r in run.runs) == 4 * 4 * 16
+  assert not run.findings
+  _run("sc_add_one", dict(rows_per_device=64), compile=True)
+  assert "compiled for v5p:2x2x1" in capsys.readouterr().out
 
 
 def test_a_wrong_answer_fails(monkeypatch):
@@ -71,6 +78,13 @@ def test_a_wrong_answer_fails(monkeypatch):
   monkeypatch.setattr(swap_cores, "expected", lambda x: x)
   with pytest.raises(AssertionError, match="Arrays are not equal"):
     _run("swap_cores", {})
+  sc_add_one = importlib.import_module("examples.sc_add_one")
+  build = sc_add_one.build
+  monkeypatch.setattr(
+    sc_add_one, "build", lambda *args: lambda x: build(*args)(-x)
+  )
+  with pytest.raises(AssertionError, match="Arrays are not equal"):
+    _run("sc_add_one", {})
 
 
 @pytest.mark.parametrize(
