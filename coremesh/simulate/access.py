@@ -289,9 +289,11 @@ class _Steps:
         entries.append(value)
       else:
         value = _expression(self._em, index)
-        entries.append(
-          f"position(w, {value}, {dim}, {self._name!r}, {self._site})"
+        checked = self._em.once(
+          f"position(w, {value}, {dim}, {self._name!r}, {self._site})",
+          ("position", value, dim),
         )
+        entries.append(str(checked))
     key = f"({', '.join(entries)},)" if entries else "()"
     if arrays:
       axis = _array_axis(indexer, arrays)
@@ -322,10 +324,14 @@ class _Steps:
       if 0 <= start and start + (size - 1) * index.stride < dim:
         stop = start + (size - 1) * index.stride + 1 if size else start
         return f"slice({start}, {stop}, {index.stride})"
-    return (
-      f"span(w, {_expression(self._em, start)}, {_expression(self._em, size)},"
-      f" {index.stride}, {dim}, {most}, {self._name!r}, {self._site})"
+    numbers = (
+      f"{_expression(self._em, start)}, {_expression(self._em, size)},"
+      f" {index.stride}, {dim}, {most}"
     )
+    checked = self._em.once(
+      f"span(w, {numbers}, {self._name!r}, {self._site})", ("span", numbers)
+    )
+    return str(checked)
 
   def _is_array(self, index: Any, indexer: Any) -> bool:
     return bool(indexer.int_indexer_shape) or isinstance(

@@ -89,6 +89,13 @@ class Records:
       self.accesses.append(Access(thread, event, site, kind, who))
     return number
 
+  def new_number(
+    self, thread: int, event: int, site: Any, kind: str, who: Any
+  ) -> int:
+    """The number of an access that is the only one of its event."""
+    self.accesses.append(Access(thread, event, site, kind, who))
+    return len(self.accesses) - 1
+
   def set_number(self, members: tuple[int, ...]) -> int:
     number = self._set_numbers.get(members)
     if number is None:

@@ -1,14 +1,16 @@
 """From a kernel's program to Python source that runs it over numpy.
 
 Each equation becomes a line or a few: `v7 = v3 + v5`, `v9 = f2(v7)`,
-`m.store(w, r1, ((slice(0, 8),),), v9, s4)`. Inner programs are written in place,
-so that loops are Python loops. A worker's program is one generator; it yields
-where another worker may run.
+`m.store(w, r1, ((slice(0, 8),),), v9, s4)`; one whose result nobody uses, or
+that is known, becomes none. Inner programs are written in place, so that loops
+are Python loops. A worker's program is one generator; it yields where another
+worker may run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import operator
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,9 @@ class Emitter:
     self._count = 0
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
+    self._numbers: dict[str, Any] = {}
+    self._live: dict[int, tuple[Any, list[Any]]] = {}
+    self._once: list[dict[Any, tuple[Name, int, str]]] = [{}]
     self._line = "the kernel's start"
 
   # --- text ------------------------------------------------------------------
@@ -176,8 +181,10 @@ class Emitter:
     self.line(head)
     self._indent += 1
     before = len(self.lines)
+    self._once.append({})
     yield
     self.end_stretch()
+    self._once.pop()
     if len(self.lines) == before:
       self.line("pass")
     self._indent -= 1
@@ -206,6 +213,23 @@ class Emitter:
     self.line(f"{name} = {expression}")
     return name
 
+  def once(self, expression: str, key: Any, prefix: str = "p") -> Name:
+    """A name for what an expression gives, written once where it is known.
+
+    Args:
+      expression: its source; of names that keep their values in this block.
+      key: equal for expressions that give the same.
+      prefix: of the name.
+    """
+    for known in reversed(self._once):
+      name, place, line = known.get(key, (None, 0, ""))
+      # A mutant may have taken the line away.
+      if name is not None and self.lines[place : place + 1] == [line]:
+        return name
+    name = self.let(expression, prefix)
+    self._once[-1][key] = name, len(self.lines) - 1, self.lines[-1]
+    return name
+
   def site(self, what: str) -> Name:
     """A name for this place in the user's code."""
     return self.constant(machine.Site(what, self._line), "s")
@@ -232,6 +256,8 @@ class Emitter:
     if key not in self._literals:
       name = self._literals[key] = self.name("k")
       self.constants[name.text] = array[()]
+      if array.shape == ():
+        self._numbers[name.text] = array[()]
     return self._literals[key]
 
   def atoms(self, variables: Sequence[Any]) -> list[Any]:
@@ -247,12 +273,34 @@ class Emitter:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     for var, value in zip(variables, [*constants, *args], strict=True):
       self._env[var] = value
-    for eqn in jaxpr.eqns:
+    for eqn in self._needed(jaxpr):
       # What JAX wrote itself, such as a pipeline's copies, has no line of its
       # own: it belongs to the last that the user wrote.
       self._line = kernel_ir.source_line(eqn) or self._line
       self.equation(eqn)
     return self.atoms(jaxpr.outvars)
+
+  def _needed(self, jaxpr: Any) -> list[Any]:
+    """The equations without those that only compute what nobody uses."""
+    if (needed := self._live.get(id(jaxpr))) is not None:
+      return needed[1]
+    used = {v for v in jaxpr.outvars if not isinstance(v, kernel_ir.Literal)}
+    needed = []
+    for eqn in reversed(jaxpr.eqns):
+      if used.isdisjoint(eqn.outvars) and self._is_value(eqn):
+        continue
+      needed.append(eqn)
+      used |= {v for v in eqn.invars if not isinstance(v, kernel_ir.Literal)}
+    needed.reverse()
+    self._live[id(jaxpr)] = jaxpr, needed
+    return needed
+
+  def _is_value(self, eqn: Any) -> bool:
+    """Whether an equation does nothing but compute values."""
+    if kernel_ir.qualified_name(eqn.primitive) in self._rules or eqn.effects:
+      return False
+    in_types, _ = kernel_ir.eqn_types(eqn)
+    return not any(hasattr(t, "inner_aval") for t in in_types)
 
   def bind(self, eqn: Any, values: Sequence[Any]) -> None:
     for var, value in zip(eqn.outvars, values, strict=True):
@@ -285,12 +333,47 @@ class Emitter:
       function = fallback(eqn)
     else:
       function = rule(eqn.params, in_types, out_types)
-    operands = ", ".join(map(str, self.atoms(eqn.invars)))
-    call = f"{self.constant(function, 'f')}({operands})"
-    if not eqn.primitive.multiple_results:
-      self.bind(eqn, [self.let(call)])
-      return
-    self.bind(eqn, self.unpack(call, len(eqn.outvars)))
+    operands = self.atoms(eqn.invars)
+    if eqn.primitive.multiple_results:
+      call = self._call(function, operands)
+      self.bind(eqn, self.unpack(call, len(eqn.outvars)))
+    elif out_types[0].shape == () and in_types[0].shape == ():
+      self.bind(eqn, [self._scalar(function, name, operands, out_types[0])])
+    else:
+      self.bind(eqn, [self.let(self._call(function, operands))])
+
+  def _call(self, function: Callable[..., Any], operands: Sequence[Any]) -> str:
+    return f"{self.constant(function, 'f')}({', '.join(map(str, operands))})"
+
+  def _scalar(
+    self,
+    function: Callable[..., Any],
+    name: str,
+    operands: Sequence[Any],
+    type_: Any,
+  ) -> Any:
+    """The name of a number that is computed, known, or there already."""
+    values = [self._numbers.get(str(operand)) for operand in operands]
+    if operands and all(value is not None for value in values):
+      with np.errstate(all="ignore"):
+        return self.literal(function(*values), type_)
+    if name == "select_n" and len(operands) == 3:
+      which, first, second = operands
+      if values[0] is not None:
+        return second if values[0] else first
+      return self.let(f"{second} if {which} else {first}")
+    sign = _SIGNS.get(function)
+    if sign is None:
+      is_unsigned = np.issubdtype(type_.dtype, np.unsignedinteger)
+      if name != "rem" or not is_unsigned or not values[1]:
+        return self.let(self._call(function, operands))
+      sign = "%"
+    if type_.dtype == np.bool_ or np.issubdtype(type_.dtype, np.integer):
+      for value, other in zip(values, reversed(operands), strict=True):
+        if value is not None and _NEUTRAL.get((function, type_.dtype)) == value:
+          return other
+    call = f"{operands[0]} {sign} {operands[1]}"
+    return self.once(call, call, "v")
 
   # --- loops -----------------------------------------------------------------
 
@@ -313,6 +396,30 @@ class Emitter:
     head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
     # A worker's program is a generator even if it never waits.
     return "\n".join([head, *self.lines, "  return", "  yield"])
+
+
+# What numpy's scalars (and arrays of its own dtypes) do as the functions do.
+_SIGNS = {
+  operator.add: "+",
+  operator.sub: "-",
+  operator.mul: "*",
+  operator.and_: "&",
+  operator.or_: "|",
+  operator.xor: "^",
+  operator.eq: "==",
+  operator.ne: "!=",
+  operator.lt: "<",
+  operator.le: "<=",
+  operator.gt: ">",
+  operator.ge: ">=",
+}
+
+_NEUTRAL = {
+  (operator.and_, np.dtype(np.bool_)): True,
+  (operator.or_, np.dtype(np.bool_)): False,
+  (operator.add, np.dtype(np.int32)): 0,
+  (operator.mul, np.dtype(np.int32)): 1,
+}
 
 
 def fallback(eqn: Any) -> Callable[..., Any]:

@@ -798,7 +798,7 @@ class Machine:
 
   def _note_transfer(self, transfer, buffer, steps, changes) -> None:
     kind = "read" if changes is None else "add" if transfer.add else "write"
-    number = self.records.number(
+    number = self.records.new_number(
       transfer.thread, transfer.event, transfer.site, kind, transfer
     )
     self._note(buffer, steps, number, transfer.clock, changes)
