@@ -22,6 +22,7 @@ from tests import simulating, support
 
 _PS = rates.PS_PER_SECOND
 _SLAB = 8 * 128 * 4  # Bytes of what a core of `_swap` moves.
+_LEGEND_PIXELS = 500  # More than one entry of a legend has.
 _X = np.arange(4 * 8 * 256, dtype=np.float32).reshape(32, 256)
 
 
@@ -512,7 +513,9 @@ def _colours(path) -> set[str]:
   pixels = (image.imread(path)[..., :3] * 255).round().astype(np.int32)
   packed = (pixels[..., 0] << 16) + (pixels[..., 1] << 8) + pixels[..., 2]
   counts = np.bincount(packed.reshape(-1), minlength=1 << 24)
-  return {f"#{colour:06x}" for colour in np.flatnonzero(counts > 200)}
+  return {
+    f"#{colour:06x}" for colour in np.flatnonzero(counts > _LEGEND_PIXELS)
+  }
 
 
 def test_the_picture_shows_work_waits_and_copies(tmp_path):
@@ -547,7 +550,7 @@ def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
     run = timeline.KernelTimeline(
       kernel="many",
       lanes=tuple(lanes),
-      end_ps=10**6,
+      end_ps=2 * lane.intervals[0].end_ps,
       chip_rates=found.chip_rates,
     )
     return timeline.in_sequence([run])
