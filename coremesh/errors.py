@@ -31,3 +31,44 @@ class PipelineError(CoreMeshError, ValueError):
 
 class UnsupportedError(CoreMeshError, NotImplementedError):
   """Something this chip, this place or this version of JAX cannot do."""
+
+
+class StageError(CoreMeshError, KeyError):
+  """A text of a compiled program that is not there."""
+
+  def __str__(self) -> str:
+    return str(self.args[0])  # KeyError would show its repr.
+
+
+class CompileError(CoreMeshError, RuntimeError):
+  """What the TPU compiler refuses, in the user's words.
+
+  Attributes:
+    rule: what must hold and does not.
+    advice: what to change.
+    source: the user's line, "file:line (function)"; None if the compiler
+      names none.
+    original: what the compiler said.
+  """
+
+  def __init__(
+    self, *, rule: str, advice: str, source: str | None, original: str
+  ):
+    super().__init__(rule, advice, source, original)
+    self.rule = rule
+    self.advice = advice
+    self.source = source
+    self.original = original
+
+  def __reduce__(self):
+    return _compile_error, self.args
+
+  def __str__(self) -> str:
+    place = f"\n  at {self.source}" if self.source else ""
+    return f"{self.rule} {self.advice}{place}\nThe compiler: {self.original}"
+
+
+def _compile_error(rule, advice, source, original) -> CompileError:
+  return CompileError(
+    rule=rule, advice=advice, source=source, original=original
+  )

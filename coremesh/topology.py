@@ -15,7 +15,7 @@ from coremesh import _compat, errors
 # libtpu reads these once, when it is loaded. Without them it looks for a
 # metadata server, complains on stderr and refuses to share the machine with a
 # second process.
-_OFFLINE_LIBTPU = {
+OFFLINE_LIBTPU = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_ACCELERATOR_TYPE": "v5p-8",
   "TPU_SKIP_MDS_QUERY": "1",
@@ -74,7 +74,7 @@ def simulated_devices(num_devices: int) -> list[jax.Device]:
   return devices[:num_devices]
 
 
-def _keep_jax_on_cpu() -> None:
+def keep_jax_on_cpu() -> None:
   """Spares JAX the search for a TPU that is not there, and its complaints."""
   if _compat.backends_started() or tpu_is_attached():
     return
@@ -83,7 +83,7 @@ def _keep_jax_on_cpu() -> None:
 
 
 def _request_cpu_devices(num_devices: int) -> None:
-  _keep_jax_on_cpu()
+  keep_jax_on_cpu()
   local = _local_share(num_devices)
   flags = os.environ.get("XLA_FLAGS", "")
   if "xla_force_host_platform_device_count" in flags:
@@ -140,7 +140,7 @@ def compile_only_devices(name: str, *, megacore: bool) -> list[jax.Device]:
   Raises:
     ChipError: libtpu has no such slice, or is missing.
   """
-  _keep_jax_on_cpu()
+  keep_jax_on_cpu()
   return list(_topology(name, megacore).devices)
 
 
@@ -183,7 +183,7 @@ def offline_libtpu() -> Iterator[None]:
   if tpu_is_attached():
     yield
     return
-  missing = {k: v for k, v in _OFFLINE_LIBTPU.items() if k not in os.environ}
+  missing = {k: v for k, v in OFFLINE_LIBTPU.items() if k not in os.environ}
   os.environ.update(missing)
   try:
     yield

@@ -1,5 +1,9 @@
 """Eight simulated devices, strict types, and no errors left over."""
 
+import os
+import shutil
+import tempfile
+
 from hypothesis import settings
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -27,6 +31,13 @@ def pytest_configure(config):
   jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
+
+  # What the compiler makes is kept for this run, and not in the user's cache.
+  os.environ["COREMESH_CACHE_DIR"] = tempfile.mkdtemp(prefix="coremesh-cache-")
+
+
+def pytest_unconfigure(config):
+  shutil.rmtree(os.environ.pop("COREMESH_CACHE_DIR", ""), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1090,7 +1090,7 @@ def test_an_unused_kernel_stays_if_it_has_side_effects(
     compiler_params=dict(has_side_effects=has_side_effects),
   )
   compiled = _compile(lambda x: (kernel(x), x)[1], _X)
-  kept = "tpu_custom_call" in compiled.executable.as_text()
+  kept = "tpu_custom_call" in compiled.text("hlo")
   assert kept is has_side_effects
 
 
@@ -1135,12 +1135,12 @@ def test_nothing_but_empty_arrays(route):
   kernel = _copying(route=route)
   empty = jnp.zeros((0, 128))
   assert _simulated(kernel)(empty).shape == (0, 128)
-  assert _compile(kernel, empty).executable
+  assert _compile(kernel, empty).text("hlo")
   in_hbm = _copying(
     lambda x_hbm, o_hbm: None, out=pltpu.HBM((0, 8), _F32), route=route
   )
   assert _simulated(in_hbm)(_array()).shape == (0, 8)
-  assert _compile(in_hbm, _X).executable
+  assert _compile(in_hbm, _X).text("hlo")
 
 
 @checked_or_not

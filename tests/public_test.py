@@ -127,6 +127,7 @@ def test_every_error_is_public_and_a_core_mesh_error():
     for name, value in vars(module).items()
     if inspect.isclass(value)
     and issubclass(value, Exception)
+    and not issubclass(value, Warning)
     and value.__module__ == module.__name__
     and not name.startswith("_")
   }

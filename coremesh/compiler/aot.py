@@ -1,85 +1,171 @@
 """Ahead-of-time compilation by libtpu, with no TPU."""
 
+from collections.abc import Mapping
+import contextlib
 import dataclasses
+import os
+import re
 import time
+import traceback
 from typing import Any
 import warnings
 
 import jax
 from jax.experimental.pallas import tpu_sc as plsc
 
-from coremesh import errors
-from coremesh.compiler import usage
+from coremesh import _compat, chips, errors, topology
+from coremesh._compat import aot as jax_aot
+from coremesh.compiler import cache, failures, usage, workers
+from coremesh.compiler.compiled import Compiled, Operation
+
+# Part of the key: an entry of another layout is not looked at.
+_RESULT_VERSION = "1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled:
-  """A program that libtpu has compiled.
+class _Target:
+  """Where a program is compiled for."""
 
-  Attributes:
-    executable: JAX's compiled program; `.as_text()` is its HLO.
-    kernels: what each kernel in it holds, counted before compilation.
-    code_bytes: size of the machine code.
-    temporary_bytes_per_device: HBM for intermediate results.
-    compile_seconds: wall time of lowering and compiling, this machine.
-  """
-
-  executable: jax.stages.Compiled
-  kernels: tuple[usage.KernelUsage, ...]
-  code_bytes: int
-  temporary_bytes_per_device: int
-  compile_seconds: float
+  name: str
+  slice_name: tuple[str, bool] | None
+  serialized: bytes | None
+  device_ids: tuple[int, ...]
 
 
-def compile(fn: Any, *args: Any) -> Compiled:  # pylint: disable=redefined-builtin
-  """Compiles a function for TPU devices that need not be there.
+def compile(  # pylint: disable=redefined-builtin
+  fn: Any,
+  *args: Any,
+  chip: str | chips.Chip | None = None,
+  flags: Mapping[str, Any] | None = None,
+  timeout_seconds: float = 300.0,
+) -> Compiled:
+  """Compiles a function for TPUs that need not be there.
+
+  The function may hold any Pallas kernels and XLA operations. It is traced and
+  lowered in this process; libtpu compiles it in a worker process, which is
+  kept for the next program. What was compiled before comes from a cache on
+  disk; see `coremesh cache`.
 
   Args:
-    fn: a function over a compile-only device mesh: `jax.jit(jax.shard_map(...,
-      mesh=chip.device_mesh(..., on="compiler")))`, jitted or not.
+    fn: a function, jitted or not, for one device of `chip`; or one over a
+      compile-only mesh: `jax.shard_map(..., mesh=chip.device_mesh(...,
+      on="compiler"))`.
     *args: arrays, or `jax.ShapeDtypeStruct` in their place.
+    chip: the slice, such as "v5p:2x2x1"; not needed for a compile-only mesh.
+    flags: of libtpu, such as {"xla_tpu_scoped_vmem_limit_kib": 32768}. Each
+      set of flags takes a worker of its own.
+    timeout_seconds: how long the worker may take, its start included.
 
   Returns:
-    The compiled program and what its kernels hold. The compiler's own errors
-    pass through.
+    The compiled program: its machine code and other texts, its memory, and
+    what its kernels hold.
 
   Raises:
+    CompileError: the compiler refuses the program, dies or takes too long.
     UnsupportedError: the mesh of `fn` holds CPU devices, so that the kernels
-      were traced for the simulator.
+      were traced for the simulator; or it calls back to Python.
+    ChipError: there is no such chip, or the mesh of `fn` is of another.
 
   Example:
-    mesh = cm.chip("v6e:2x2").device_mesh("device", on="compiler")
-    fn = jax.shard_map(kernel, mesh=mesh, in_specs=P("device"),
-                       out_specs=P("device"))
-    cm.compile(fn, jax.ShapeDtypeStruct((32, 256), jnp.float32)).code_bytes
+    compiled = cm.compile(
+      kernel, jax.ShapeDtypeStruct((32, 256), jnp.float32), chip="v6e:2x2"
+    )
+    print(compiled.code_bytes, compiled.text("bundles"))
   """
-  jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-  shapes = jax.tree.map(_shape_of, args)
   start = time.perf_counter()
-  traced = jitted.trace(*shapes)
-  kernels = tuple(usage.of_program(traced.jaxpr.jaxpr))
-  with warnings.catch_warnings():
+  asked = chips.chip(chip) if isinstance(chip, str) else chip
+  jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+  lowered, kernels = _lowered(jitted, args, asked)
+  target = _target(lowered, asked, any(k.is_simulated for k in kernels))
+  words = _flag_words(flags or {})
+  request = {
+    "module": lowered.module,
+    "options": lowered.options(target.device_ids),
+    "topology": target.serialized,
+    "chip": target.slice_name,
+    "device_ids": target.device_ids,
+  }
+  disk = cache.Cache()
+  key = _key(request, words)
+  found = disk.get(key)
+  answer = found
+  if answer is None:
+    answer = _ask(request, words, timeout_seconds)
+    disk.put(key, answer)
+  operations = tuple(Operation(**fields) for fields in answer["operations"])
+  return Compiled(
+    chip=target.name,
+    num_devices=lowered.num_devices,
+    kernels=kernels,
+    operations=operations,
+    texts={"stablehlo": lowered.text()} | answer["texts"],
+    memory=answer["memory"],
+    costs=answer["costs"],
+    compile_seconds=time.perf_counter() - start,
+    from_cache=found is not None,
+  )
+
+
+def _lowered(
+  jitted: Any, args: Any, chip: chips.Chip | None
+) -> tuple[jax_aot.Lowered, tuple[usage.KernelUsage, ...]]:
+  topology.keep_jax_on_cpu()
+  context = contextlib.nullcontext()
+  if chip is not None:
+    context = _compat.empty_device_context(chip.abstract_device(platform="tpu"))
+  with context, warnings.catch_warnings():
     # emit_pipeline names a semaphore for every copy; nobody can change that.
     warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
-    executable = traced.lower().compile()
-  seconds = time.perf_counter() - start
-  shardings = jax.tree.leaves(
-    (executable.input_shardings, executable.output_shardings)
-  )
-  platforms = {d.platform for s in shardings for d in s.device_set}
-  if platforms != {"tpu"} or any(k.is_simulated for k in kernels):
+    traced = jitted.trace(*jax.tree.map(_shape_of, args))
+    kernels = tuple(usage.of_program(traced.jaxpr.jaxpr))
+    if any(k.is_simulated for k in kernels):
+      raise _compiled_for(["cpu"])
+    try:
+      return jax_aot.lower(traced), kernels
+    except errors.CoreMeshError:
+      raise
+    except Exception as error:
+      raise _refusal_of_jax(error) from error
+
+
+def _target(
+  lowered: jax_aot.Lowered, chip: chips.Chip | None, is_simulated: bool
+) -> _Target:
+  """The devices a program is for: those it was traced over, or the chip's."""
+  if lowered.has_callbacks:
     raise errors.UnsupportedError(
-      f"fn was compiled for {sorted(platforms)} devices. Make it over a mesh"
-      ' of devices that compile: chip.device_mesh(..., on="compiler").'
+      "fn calls back to Python (jax.debug.print, pure_callback, io_callback),"
+      " which a program that is compiled elsewhere cannot. Leave them out."
     )
-  memory = executable.memory_analysis()
-  assert memory is not None  # libtpu always reports it.
-  return Compiled(
-    executable=executable,
-    kernels=kernels,
-    code_bytes=memory.generated_code_size_in_bytes,
-    temporary_bytes_per_device=memory.temp_size_in_bytes,
-    compile_seconds=seconds,
+  if lowered.topology is not None and lowered.device_ids is not None:
+    kind = lowered.device_kind
+    of_kind = chips.chip_of_device_kind(kind)
+    if chip is not None and chip.device_kind != kind:
+      raise errors.ChipError(
+        f"chip is {chip.name}, but the mesh of fn holds {kind!r} devices."
+        " Leave chip out, or make the mesh of that chip."
+      )
+    return _Target(
+      name=chip.name if chip else (of_kind.generation if of_kind else kind),
+      slice_name=None,
+      serialized=lowered.topology,
+      device_ids=lowered.device_ids,
+    )
+  if chip is None or is_simulated or lowered.num_devices > chip.num_devices:
+    raise _compiled_for([lowered.platform])
+  return _Target(
+    name=chip.name,
+    slice_name=(chip.name, chip.version.supports_megacore),
+    serialized=None,
+    device_ids=tuple(range(lowered.num_devices)),
+  )
+
+
+def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
+  return errors.UnsupportedError(
+    f"fn was compiled for {platforms} devices. Make it over a mesh"
+    ' of devices that compile: chip.device_mesh(..., on="compiler").'
+    ' Or name the chip, for a function of one device: chip="v5p:2x2x1".'
   )
 
 
@@ -89,3 +175,57 @@ def _shape_of(leaf: Any) -> Any:
   return jax.ShapeDtypeStruct(
     jax.numpy.shape(leaf), jax.numpy.result_type(leaf)
   )
+
+
+def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
+  """Flags as libtpu takes them, in one order."""
+  words = []
+  for name, value in sorted(flags.items()):
+    if not re.fullmatch(r"\w+", name) or re.search(r"\s", str(value)):
+      raise errors.UnsupportedError(
+        "flags must map names such as 'xla_tpu_scoped_vmem_limit_kib' to values"
+        f" without spaces; got {name!r}: {value!r}."
+      )
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    words.append(f"--{name}={text}")
+  return tuple(words)
+
+
+def _key(request: Mapping[str, Any], flags: tuple[str, ...]) -> str:
+  parts = {name: repr(value) for name, value in request.items()}
+  environment = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_LIBRARY_PATH")
+  return cache.key(
+    {
+      **parts,
+      "module": request["module"],
+      "flags": repr(flags),
+      "environment": repr([os.environ.get(n) for n in environment]),
+      "versions": repr(jax_aot.versions()),
+      "result": _RESULT_VERSION,
+    }
+  )
+
+
+def _ask(
+  request: Mapping[str, Any], flags: tuple[str, ...], seconds: float
+) -> dict[str, Any]:
+  answer = workers.pool().ask(request, flags=flags, seconds=seconds)
+  if isinstance(answer, workers.Silence):
+    raise failures.of_silence(answer, seconds, flags)
+  if "refused" in answer:
+    raise failures.of_message(
+      answer["refused"], jax_aot.frames(answer["refused"])
+    )
+  if "failed" in answer:
+    raise failures.of_reading(answer["failed"])
+  return answer
+
+
+def _refusal_of_jax(error: Exception) -> errors.CompileError:
+  """JAX's own refusal to write a kernel for Mosaic, with the user's line."""
+  frames = [
+    (f.name, f.filename, f.lineno or 0)
+    for f in reversed(traceback.extract_tb(error.__traceback__))
+  ]
+  text = f"{type(error).__name__}: {error}"
+  return failures.of_message(text, jax_aot.frames(text) or frames)

@@ -1,0 +1,196 @@
+"""A program between two processes: lowered in one, compiled in the other."""
+
+import base64
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import threading
+from typing import Any
+
+import jax
+from jax._src import tpu_custom_call as _tpu_custom_call
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax
+from jax._src.lib import tpu as _tpu
+from jax._src.lib import xla_client as _xla_client
+from jax._src.pallas.mosaic import error_handling as _error_handling
+from jaxlib.mlir import ir, passmanager
+import numpy as np
+
+_LOWERING = threading.Lock()
+
+
+# --- in the user's process --------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowered:
+  """A program as libtpu takes it.
+
+  Attributes:
+    module: StableHLO as MLIR bytecode, kernels and source lines included.
+    platform: of the devices the program was traced over.
+    device_kind: of those devices.
+    device_ids: of those devices, or None if it was traced over an abstract
+      mesh.
+    num_devices: how many it is for.
+    topology: the slice of those devices, serialised; None unless they are
+      TPUs.
+    has_callbacks: whether it calls back to Python.
+    lowering: JAX's own object; it knows the rest.
+    compiler_options: those of `jax.jit`.
+  """
+
+  module: bytes
+  platform: str
+  device_kind: str
+  device_ids: tuple[int, ...] | None
+  num_devices: int
+  topology: bytes | None
+  has_callbacks: bool
+  lowering: Any
+  compiler_options: dict[str, Any]
+
+  def options(self, device_ids: tuple[int, ...]) -> bytes:
+    """XLA's compile options for these devices, serialised."""
+    args = self.lowering.compile_args
+    to_inputs, to_outputs = _pxla.get_prop_to_input_output(
+      args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])
+    )
+    options = _pxla.create_compile_options(
+      self.lowering.stablehlo(),
+      args["tuple_args"],
+      to_inputs,
+      to_outputs,
+      None,
+      np.array(device_ids),
+      dict(self.compiler_options),
+    )
+    return options.SerializeAsString()
+
+  def text(self) -> str:
+    """The StableHLO as text."""
+    return _mlir.module_to_string(self.lowering.stablehlo())
+
+
+def lower(traced: jax.stages.Traced) -> Lowered:
+  """Lowers a traced program for TPUs, which need not be known to JAX."""
+  with _for_the_installed_libtpu():
+    lowered = traced.lower(lowering_platforms=("tpu",))
+  lowering: Any = lowered._lowering
+  args = lowering.compile_args
+  devices = list(lowering._device_list or ())
+  platform = devices[0].platform if devices else "tpu"
+  topology = None
+  if devices and platform == "tpu":
+    topology = _xla_client.get_topology_for_devices(devices).serialize()
+  return Lowered(
+    module=_mlir.module_to_bytecode(lowering.stablehlo()),
+    platform=platform,
+    device_kind=devices[0].device_kind if devices else "",
+    device_ids=tuple(d.id for d in devices) or None,
+    num_devices=args["num_devices"],
+    topology=topology,
+    has_callbacks=bool(args["host_callbacks"]),
+    lowering=lowering,
+    compiler_options=dict(lowering._compiler_options_kvs),
+  )
+
+
+@contextlib.contextmanager
+def _for_the_installed_libtpu() -> Iterator[None]:
+  """Lets kernels be written as the installed libtpu reads them.
+
+  Without a TPU client JAX takes the compiler for a month older and writes an
+  older version of Mosaic, which cannot express every kernel.
+  """
+  with _LOWERING:
+    before = _tpu_custom_call._FWD_COMPAT_VERSION
+    _tpu_custom_call._FWD_COMPAT_VERSION = None  # pyright: ignore
+    try:
+      yield
+    finally:
+      _tpu_custom_call._FWD_COMPAT_VERSION = before
+
+
+def versions() -> dict[str, str]:
+  """The versions that decide what a program is compiled to."""
+  names = ("jax", "jaxlib", "libtpu")
+  found = {}
+  for name in names:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = "none"
+  return found
+
+
+def frames(text: str) -> list[tuple[str, str, int]]:
+  """Function, file and line of each frame a compiler's message names.
+
+  The innermost frame comes first.
+  """
+  return [
+    (m["fun_name"][1:-1], m["filename"][1:-1], int(m["lineno"]))
+    for m in _error_handling.FRAME_PATTERN.finditer(text)
+    if m["lineno"]
+  ]
+
+
+# --- in the worker ----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def slice_of(topology: bytes) -> dict[int, Any]:
+  """The devices of a serialised slice by their numbers."""
+  _load_libtpu()
+  described = _jax.DeviceTopology.deserialize(topology)
+  return {d.id: d for d in described._make_compile_only_devices()}
+
+
+@functools.cache
+def _load_libtpu() -> None:
+  # Any slice will do; a serialised one cannot be read before libtpu is there.
+  _xla_bridge.make_pjrt_tpu_topology("v5e:2x2")
+
+
+def compile_module(
+  module: bytes, options: bytes, devices: dict[int, Any], ids: tuple[int, ...]
+) -> Any:
+  """Compiles a module for some devices of a slice; they load nothing."""
+  chosen = tuple(devices[i] for i in ids)
+  with _mlir.make_ir_context():
+    return chosen[0].client.compile(
+      ir.Module.parse(module),
+      executable_devices=_xla_client.DeviceList(chosen),
+      compile_options=_xla_client.CompileOptions.ParseFromString(options),
+    )
+
+
+def hlo_text(executable: Any, *, constants: bool) -> str:
+  """The compiled module's HLO; `constants`: also those of many elements."""
+  [module] = executable.hlo_modules()
+  if not constants:
+    return module.to_string()
+  options = _xla_client.hlo.HloPrintOptions()
+  options.print_large_constants = True
+  return module.to_string(options)
+
+
+def kernel_module(body: str) -> tuple[str, str] | None:
+  """Name and text of the kernel that a custom call's base64 body holds."""
+  with _mlir.make_ir_context() as context:
+    _tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    try:
+      module = ir.Module.parse(base64.b64decode(body))
+      passes = "builtin.module(mosaic-serde{serialize=false})"
+      passmanager.PassManager.parse(passes).run(module.operation)
+    except (ir.MLIRError, ValueError):
+      return None
+    name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+    return name, str(module)
