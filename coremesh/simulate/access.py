@@ -298,8 +298,8 @@ class _Steps:
     if arrays:
       axis = _array_axis(indexer, arrays)
       key = (
-        f"rows(w, {key}, {tuple(self._shape)}, {ignored}, {axis}, {self._name!r},"
-        f" {self._site})"
+        f"rows(w, {key}, {tuple(self._shape)}, {ignored}, {axis},"
+        f" {self._name!r}, {self._site})"
       )
       shape[axis:axis] = [*indexer.int_indexer_shape]
       limit[axis:axis] = [*indexer.int_indexer_shape]

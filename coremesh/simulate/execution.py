@@ -1,4 +1,4 @@
-"""One run of a kernel: arrays in, workers to their end, what is left, arrays out."""
+"""One run of a kernel: arrays in, workers to their end, arrays out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import itertools

@@ -265,8 +265,8 @@ def _place(em, mapping, operands) -> str:
       parts.append(f"(int({start.start}), {size}), ")
     else:
       raise errors.UnsupportedError(
-        f"coremesh's simulator does not know block dimensions of kind {kind}; it"
-        " knows pl.Blocked, pl.Squeezed, pl.Element and pl.BoundedSlice."
+        f"coremesh's simulator does not know block dimensions of kind {kind};"
+        " it knows pl.Blocked, pl.Squeezed, pl.Element and pl.BoundedSlice."
       )
   return "".join(parts)
 

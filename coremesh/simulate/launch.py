@@ -151,7 +151,6 @@ class Launch:
       raise findings.error_of(mach.findings)
     return run.results()
 
-
   def _timeline(self, mach: machine.Machine) -> Any:
     """The run in model time, None if nobody asked for it."""
     if self._rates is None:

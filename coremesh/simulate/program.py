@@ -17,6 +17,7 @@ from coremesh.simulate import (
   emitter,
   grid,
   lanes,
+  loads,
   machine,
   rates,
   stateful,
@@ -220,11 +221,11 @@ def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
   return f"scratch {index - num_in - num_out}"
 
 
-RULES = {**control.RULES, **effects.RULES, **stateful.RULES}
+RULES = {**control.RULES, **effects.RULES, **loads.RULES, **stateful.RULES}
 VALUE_RULES = {**values.RULES, **lanes.RULES, **tensor_core.RULES}
 HELPERS = {
   **access.HELPERS,
-  **effects.HELPERS,
+  **loads.HELPERS,
   **grid.HELPERS,
   **stateful.HELPERS,
   "Transfer": machine.Transfer,

@@ -1,0 +1,241 @@
+"""Source for loads and stores."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from coremesh._compat import kernel_ir
+from coremesh.simulate import access, emitter, memory
+
+
+def _load(em: emitter.Emitter, part: access.Part) -> str:
+  """Source of the value of a part of a ref."""
+  site = em.site(f"load of {part.declaration.name!r}")
+  steps = part.steps(site)
+  return f"m.load(w, {part.name}, {steps}, {site})"
+
+
+def _store(em: emitter.Emitter, part: access.Part, value: str) -> None:
+  site = em.site(f"store to {part.declaration.name!r}")
+  steps = part.steps(site)
+  em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
+
+
+def _is_used(eqn: Any) -> bool:
+  return not isinstance(eqn.outvars[0], kernel_ir.DropVar)
+
+
+def _get(em: emitter.Emitter, eqn: Any) -> None:
+  ref, *rest = em.atoms(eqn.invars)
+  transforms = jax.tree.unflatten(eqn.params["tree"], rest)
+  em.bind(eqn, [em.let(_load(em, access.Part(em, ref, transforms)))])
+
+
+def _swap(em: emitter.Emitter, eqn: Any) -> None:
+  ref, value, *rest = em.atoms(eqn.invars)
+  transforms = jax.tree.unflatten(eqn.params["tree"], rest)
+  part = access.Part(em, ref, transforms)
+  old = em.let(_load(em, part)) if _is_used(eqn) else emitter.Name("None")
+  _store(em, part, value)
+  em.bind(eqn, [old])
+
+
+def _addupdate(em: emitter.Emitter, eqn: Any) -> None:
+  ref, value, *rest = em.atoms(eqn.invars)
+  part = access.Part(em, ref, jax.tree.unflatten(eqn.params["tree"], rest))
+  _store(em, part, em.let(f"{_load(em, part)} + {value}"))
+  em.bind(eqn, [])
+
+
+def _masked_load(em: emitter.Emitter, eqn: Any) -> None:
+  ref, transforms, mask, other = eqn.params["args_tree"].unflatten(
+    em.atoms(eqn.invars)
+  )
+  value = em.let(_load(em, access.Part(em, ref, transforms)))
+  if mask is not None:
+    # Without `other` the hardware leaves what it had: poison shows its use.
+    other = other or em.constant(
+      memory.poison(np.dtype(eqn.outvars[0].aval.dtype))
+    )
+    dtype = em.constant(np.dtype(eqn.outvars[0].aval.dtype))
+    value = em.let(f"np.where({mask}, {value}, {other}).astype({dtype})")
+  em.bind(eqn, [value])
+
+
+def _masked_swap(em: emitter.Emitter, eqn: Any) -> None:
+  ref, transforms, value, mask = eqn.params["args_tree"].unflatten(
+    em.atoms(eqn.invars)
+  )
+  part = access.Part(em, ref, transforms)
+  old: Any = emitter.Name("None")
+  if _is_used(eqn) or mask is not None:
+    old = em.let(_load(em, part))
+  if mask is not None:
+    value = em.let(f"np.where({mask}, {value}, {old})")
+  _store(em, part, value)
+  em.bind(eqn, [old])
+
+
+def _sc_load(em: emitter.Emitter, eqn: Any) -> None:
+  ref, *rest = em.atoms(eqn.invars)
+  mask = rest.pop() if eqn.params["has_mask"] else None
+  part = access.Part(em, ref, jax.tree.unflatten(eqn.params["tree"], rest))
+  value = em.let(_load(em, part))
+  if mask is not None:
+    value = em.let(f"expanded({value}, {mask})")
+  em.bind(eqn, [value])
+
+
+def expanded(value: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """The first elements, at the lanes where the mask is set."""
+  result = np.full_like(value, memory.poison(value.dtype))
+  result[mask] = value[: int(mask.sum())]
+  return result
+
+
+def _sc_swap(em: emitter.Emitter, eqn: Any) -> None:
+  ref, value, *rest = em.atoms(eqn.invars)
+  params = eqn.params
+  mask = rest.pop() if params["has_mask"] else None
+  part = access.Part(em, ref, jax.tree.unflatten(params["tree"], rest))
+  old: Any = emitter.Name("None")
+  if _is_used(eqn) or mask is not None or params["add"]:
+    old = em.let(_load(em, part))
+  if params["compress"] and mask is not None:
+    value = em.let(f"compressed({old}, {value}, {mask}, {params['add']})")
+  elif params["add"]:
+    value = em.let(f"{old} + {value}")
+  if mask is not None and not params["compress"]:
+    value = em.let(f"np.where({mask}, {value}, {old})")
+  _store(em, part, value)
+  em.bind(eqn, [old] * len(eqn.outvars))
+
+
+def compressed(
+  old: np.ndarray, value: np.ndarray, mask: np.ndarray, add: bool
+) -> np.ndarray:
+  """`old` with its first elements set to the masked lanes of `value`."""
+  result, count = old.copy(), int(mask.sum())
+  result[:count] = old[:count] + value[mask] if add else value[mask]
+  return result
+
+
+def _sc_gather(em: emitter.Emitter, eqn: Any) -> None:
+  ref, transforms, indices, mask = eqn.params["tree"].unflatten(
+    em.atoms(eqn.invars)
+  )
+  part = access.Part(em, ref, transforms)
+  part.declaration.is_shared = True
+  site = em.site(f"load_gather of {part.declaration.name!r}")
+  em.bind(
+    eqn,
+    [
+      em.let(
+        f"gathered(m, w, {part.name}, {part.steps(site)}, {_tuple(indices)},"
+        f" {mask}, {site})"
+      )
+    ],
+  )
+
+
+def _sc_scatter(em: emitter.Emitter, eqn: Any) -> None:
+  ref, transforms, indices, value, mask = jax.tree.unflatten(
+    eqn.params["tree"], em.atoms(eqn.invars)
+  )
+  part = access.Part(em, ref, transforms)
+  part.declaration.is_shared = True
+  site = em.site(f"store_scatter to {part.declaration.name!r}")
+  em.line(
+    f"scattered(m, w, {part.name}, {part.steps(site)}, {_tuple(indices)},"
+    f" {value}, {mask}, {eqn.params['add']}, {site})"
+  )
+  em.bind(eqn, [])
+
+
+def _tuple(names: Any) -> str:
+  return f"({''.join(f'{name}, ' for name in names)})"
+
+
+def gathered(m, w, buffer, steps, indices, mask, site) -> np.ndarray:
+  """`load_gather`: lanes that the mask leaves out hold poison."""
+  key, lanes = _lanes(buffer, steps, indices, mask, w, site)
+  values = m.load(w, buffer, (*steps, memory.Rows(key, None, 0)), site)
+  if mask is None:
+    return values
+  result = np.full(mask.shape, memory.poison(values.dtype), values.dtype)
+  result[lanes] = values
+  return result
+
+
+def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
+  """`store_scatter` and `addupdate_scatter`, where lanes may meet."""
+  key, lanes = _lanes(buffer, steps, indices, mask, w, site)
+  part = (*steps, memory.Rows(key, None, 0))
+  if mask is not None:
+    value = value[lanes]
+  if not add:
+    m.store(w, buffer, part, value, site)
+    return
+  old = m.load(w, buffer, part, site)
+  shape = np.shape(memory.read(buffer.data, steps))
+  place = np.ravel_multi_index(key, shape)
+  _, first, back = np.unique(place, return_index=True, return_inverse=True)
+  sums = old[first]
+  np.add.at(sums, back, value)
+  m.store(w, buffer, part, sums[back], site)
+
+
+def _lanes(buffer, steps, indices, mask, w, site) -> Any:
+  """The index of the lanes that take part, checked, and their mask."""
+  lanes = slice(None) if mask is None else mask
+  key = tuple(index[lanes] for index in indices)
+  shape = np.shape(memory.read(buffer.data, steps))
+  for entry, dim in zip(key, shape, strict=False):
+    if ((entry < 0) | (entry >= dim)).any():
+      bad = entry[(entry < 0) | (entry >= dim)].flat[0]
+      access.out_of_bounds(
+        w, f"index {bad} into a dimension of {dim} of {buffer.family}", site
+      )
+  return key, lanes
+
+
+def _fetch_and_add(em: emitter.Emitter, eqn: Any) -> None:
+  ref, value, *indices, subcore = em.atoms(eqn.invars)
+  declaration = em.refs[str(ref)]
+  declaration.is_shared = True
+  site = em.site(f"fetch_and_add to {declaration.name!r}")
+  axis = tuple(em.mesh.shape)[-1]
+  key = "".join(f"int({i}), " for i in indices)
+  em.bind(
+    eqn,
+    [
+      em.let(
+        f"m.fetch_and_add(w, m.peer(w, {ref}, (w.device, {{**w.coords,"
+        f" {axis!r}: int({subcore})}}), {site}), ({key}), {value}, {site})"
+      )
+    ],
+  )
+  with em.block("if m.switches():"):
+    em.line("yield")
+
+
+HELPERS = {
+  "expanded": expanded,
+  "compressed": compressed,
+  "gathered": gathered,
+  "scattered": scattered,
+}
+
+RULES = {
+  "state.get": _get,
+  "state.swap": _swap,
+  "state.addupdate": _addupdate,
+  "pallas.load": _masked_load,
+  "pallas.swap": _masked_swap,
+  "sc.load": _sc_load,
+  "sc.swap": _sc_swap,
+  "sc.gather": _sc_gather,
+  "sc.scatter": _sc_scatter,
+  "sc.fetch_and_add": _fetch_and_add,
+}

@@ -1,0 +1,305 @@
+"""Instructions on memory: scopes, loads and stores, and who races with whom."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from coremesh.simulate import clocks, memory, state
+from coremesh.simulate.worker import Site, Worker
+
+
+class Memories(state.State):
+  """A machine that can touch memory."""
+
+  # --- who has what ----------------------------------------------------------
+
+  def allocate(self, worker: Worker, declaration: Any, site: Site) -> Any:
+    """A worker's own memory or semaphores of a scope it enters."""
+    count = self._entries[(declaration, worker)]
+    self._entries[(declaration, worker)] += 1
+    # Cores that run one program enter a scope equally often, so equal counts
+    # name the same memory to a core that reaches for another's.
+    family = self.families.get((declaration, count))
+    if family is None:
+      family = self.families[(declaration, count)] = declaration.family()
+    return self.own(worker, family, site)
+
+  def own(self, worker: Worker, family: memory.Family, site: Site) -> Any:
+    """A worker's member of a family, made at need; a family if it has none."""
+    if any(axis not in worker.coords for axis in family.axes):
+      return family
+    member = self.member(worker.device, worker.coords, family)
+    is_private = family.space not in ("hbm", "host", "vmem_shared")
+    if (
+      is_private
+      and member.owner is None
+      and worker.mesh == family.mesh
+      and not family.outlives_kernel
+    ):
+      self.enter(worker, member, site)
+    return member
+
+  def member(
+    self, device: int, coords: Mapping[Any, int], family: memory.Family
+  ) -> Any:
+    """The member of a family on a core, made at need."""
+    place = (device, *(coords[axis] for axis in family.axes))
+    member = family.members.get(place)
+    if member is None:
+      if family.dtype is None:
+        member = memory.Bank(family, place)
+        self.banks.append(member)
+      else:
+        member = memory.Buffer(family, place)
+        if family.is_shared:
+          self.share(member)
+      family.members[place] = member
+    return member
+
+  def get_global(self, worker: Worker, declaration: Any) -> Any:
+    """A worker's memory that is there in every launch of the kernel."""
+    family = self.families.get(declaration)
+    if family is None:
+      family = self.families[declaration] = declaration.family()
+      family.outlives_kernel = True
+    return self.member(worker.device, worker.coords, family)
+
+  def barrier(self, worker: Worker, declaration: Any, tag: Any) -> Any:
+    """A worker's barrier semaphore, which outlives kernels."""
+    key = ("barrier", worker.mesh_index, tag)
+    family = self.families.get(key)
+    if family is None:
+      family = self.families[key] = declaration.family()
+      for other in self.workers:
+        if other.mesh_index == worker.mesh_index:
+          self.member(other.device, other.coords, family)
+    return family.at(worker.device, worker.coords)
+
+  def peer(self, worker: Worker, ref: Any, target: Any, site: Site) -> Any:
+    """What a ref stands for on another core."""
+    device, coords = target
+    family = ref if isinstance(ref, memory.Family) else ref.family
+    if any(axis not in coords for axis in family.axes):
+      missing = [axis for axis in family.axes if axis not in coords]
+      return self.stop(
+        "scope", f"{worker}: {site} must say which {missing} in device_id."
+      )
+    place = (device, *(coords[axis] for axis in family.axes))
+    member = family.members.get(place)
+    if member is not None:
+      return member
+    for axis in family.axes:
+      size = family.mesh.shape[axis]
+      if not 0 <= coords[axis] < size:
+        return self.stop(
+          "out of bounds",
+          f"{worker}: {site} reaches {axis} {coords[axis]}, but a device has"
+          f" {size} of them.",
+        )
+    if not family.outlives_kernel:
+      self.report(
+        "scope",
+        f"{worker}: {site} reaches {family} of"
+        f" {memory.describe(place, family.axes)}, which has not entered its"
+        " scope yet. Meet in a barrier after both have.",
+        (id(site), "early"),
+        is_warning=family.dtype is None,  # See `signal`.
+      )
+    return self.member(device, coords, family)
+
+  def along(self, index: Any, size: int) -> int:
+    """A coordinate of a device, checked."""
+    index = int(index)
+    if not 0 <= index < size:
+      return self.stop(
+        "out of bounds",
+        f"device_id names place {index} along an axis of {size} devices.",
+      )
+    return index
+
+  def device(self, worker: Worker, index: int) -> int:
+    """A device by its number in the mesh, checked."""
+    if not 0 <= index < self.num_devices:
+      return self.stop(
+        "out of bounds",
+        f"{worker}: device_id {index} is none of {self.num_devices} devices.",
+      )
+    return index
+
+  # --- scopes, loads and stores ----------------------------------------------
+
+  def share(self, buffer: memory.Buffer) -> None:
+    """Records accesses to a buffer from now on."""
+    if self.races:
+      buffer.shadow = clocks.Shadow(buffer.data.shape, self.records)
+
+  def enter(self, worker: Worker, member: Any, site: Site) -> None:
+    """The owner of a memory enters its scope: before, nobody may touch it."""
+    member.owner = worker
+    member.entered = worker.event
+    if isinstance(member, memory.Buffer) and member.shadow is not None:
+      number = self._number(worker, site, "enter")
+      member.shadow.state[...] = self.records.set_number((number,))
+
+  def leave(self, worker: Worker, buffer: memory.Buffer, site: Site) -> None:
+    """The owner leaves the scope: after, nobody may touch the buffer."""
+    if buffer.shadow is not None:
+      number = self._number(worker, site, "leave")
+      raced = buffer.shadow.write(buffer.shadow.state, number, worker.clock)
+      self._report_races(buffer, raced, number)
+
+  def free(self, worker: Worker, member: Any, site: Site) -> None:
+    """The worker leaves the scope of its own memory."""
+    if isinstance(member, memory.Buffer) and member.owner is worker:
+      self.leave(worker, member, site)
+
+  def load(
+    self,
+    worker: Worker,
+    buffer: memory.Buffer,
+    steps: Sequence[memory.Step],
+    site: Site,
+  ) -> Any:
+    """A value read by a worker's own instruction."""
+    if buffer.shadow is not None:
+      number = worker.read_numbers.get(site)
+      if number is None:
+        number = self._number(worker, site, "read")
+        worker.read_numbers[site] = number
+      self._note(buffer, steps, number, worker.clock)
+    return memory.read(buffer.data, steps)
+
+  def store(
+    self,
+    worker: Worker,
+    buffer: memory.Buffer,
+    steps: Sequence[memory.Step],
+    value: Any,
+    site: Site,
+  ) -> None:
+    """A value written by a worker's own instruction."""
+    if buffer.is_input:
+      self._report_input(buffer, worker, site)
+    if buffer.shadow is not None:
+      number = worker.write_numbers.get(site)
+      if number is None:
+        number = self._number(worker, site, "write")
+        worker.write_numbers[site] = number
+      changes = lambda: memory.changes(buffer.data, steps, value)
+      self._note(buffer, steps, number, worker.clock, changes)
+    memory.write(buffer.data, steps, value)
+
+  def fetch_and_add(
+    self,
+    worker: Worker,
+    buffer: memory.Buffer,
+    key: tuple[int, ...],
+    value: Any,
+    site: Site,
+  ) -> Any:
+    """Adds to an element of another subcore's memory, all at once."""
+    if buffer.is_input:
+      self._report_input(buffer, worker, site)
+    old = buffer.data[key]
+    if buffer.shadow is not None:
+      # It may meet other additions, and nothing else. Who comes later knows
+      # what those before knew; that chance had it come later orders no more.
+      part = (tuple(slice(i, i + 1) for i in key),)
+      number = self._number(worker, site, "add")
+      self._note(buffer, part, number, worker.clock, lambda: True)
+      if buffer.family in self._atomic_clocks:
+        worker.acquire(self._atomic_clocks[buffer.family])
+      self._atomic_clocks[buffer.family] = worker.release()
+    buffer.data[key] = old + value
+    return old
+
+  # --- races -----------------------------------------------------------------
+
+  def _number(self, worker: Worker, site: Site, kind: str) -> int:
+    return self.records.number(
+      worker.thread, int(worker.clock[worker.thread]), site, kind, worker
+    )
+
+  def _note(self, buffer, steps, number, clock, changes=None) -> None:
+    """Notes an access, a write if `changes` tells what it would change."""
+    shadow = buffer.shadow
+    part, key = shadow.state, None
+    for i, step in enumerate(steps):
+      if type(step) is tuple:
+        outer, part = part, part[step]
+        if part.__class__ is not np.ndarray:  # One element: keep it a view.
+          part = outer[tuple(slice(i, i + 1) for i in step)]
+      elif type(step) is memory.Rows and i == len(steps) - 1:
+        key = memory.kept_key(step)
+      else:
+        part = shadow.state.reshape(-1)
+        key = (_flat_index(buffer.data, steps),)
+        break
+    view = part if key is None else part[key]
+    if changes is None:
+      raced = shadow.read(view, number, clock)
+    else:
+      raced = shadow.write(view, number, clock, changes)
+    if key is not None:
+      part[key] = view  # It was a copy.
+    if raced:
+      self._report_races(buffer, raced, number)
+
+  def _report_races(self, buffer, raced, number) -> None:
+    now = self.records.accesses[number]
+    for before in raced:
+      self._report_race(buffer, before, now)
+
+  def _report_race(self, buffer, before, now) -> None:
+    key = (id(before.site), id(now.site), buffer.family.name)
+    if before.kind == "enter":
+      text = (
+        f"{now.who}: {now.site} touches {buffer} without knowing that"
+        f" {before.who} has entered the scope of that memory. Meet in a barrier"
+        " first."
+      )
+      self.report("scope", text, key)
+    elif before.kind == "leave":
+      text = (
+        f"{now.who}: {now.site} ({now.kind}) touches {buffer} when"
+        f" {before.who} may have left the scope of that memory ({before.site})."
+        " Let the owner wait for it first."
+      )
+      self.report("scope", text, key)
+    elif now.kind == "leave":
+      text = (
+        f"{now.who} leaves the scope of {buffer} while {before.who}:"
+        f" {before.site} ({before.kind}) may still be under way. Wait for it"
+        " first."
+      )
+      self.report("scope", text, key)
+    else:
+      text = (
+        f"{now.kind} of {buffer} by {now.who} ({now.site}) and"
+        f" {before.kind} by {before.who} ({before.site}) are not ordered. Order"
+        " them: wait for the DMA, or signal from one and wait in the other."
+      )
+      self.report("race", text, key)
+
+  def _report_input(self, buffer, who, site) -> None:
+    self.report(
+      "input written",
+      f"{who}: {site} writes to {buffer}, an input of the kernel, which its"
+      " caller still holds. Write to an output, or let an output be that input"
+      " with input_output_aliases.",
+      (id(site), buffer.family.name),
+    )
+
+
+def _flat_index(data: np.ndarray, steps: Sequence[memory.Step]) -> np.ndarray:
+  """Which elements of a memory steps lead to, counted in one row."""
+  flat = np.arange(data.size).reshape(*data.shape, 1)
+  for step in steps:
+    if type(step) is tuple:
+      flat = flat[step]
+    elif type(step) is memory.Rows:
+      flat = flat[memory.kept_key(step)]
+    else:
+      flat = step.forward_records(flat)
+  return np.unique(flat)

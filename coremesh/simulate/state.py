@@ -1,0 +1,117 @@
+"""What a simulated machine holds while a kernel runs, and what it has found."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+import random
+from typing import Any, Literal
+
+import numpy as np
+
+from coremesh.simulate import clocks, findings, memory
+from coremesh.simulate.worker import Meeting, Site, Worker
+
+type Dma = Literal["late", "early", "random"]
+
+
+class State:
+  """All devices that run one kernel together.
+
+  Args:
+    kernel: the kernel's name.
+    seed: decides every interleaving.
+    dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
+      random.
+    races: whether to look for data races.
+
+  Attributes:
+    meets: the signals of barrier semaphores, which outlive the kernel: who,
+      which, what was known, and where.
+    timeline: the `Recorder` of what workers do, None if nobody asked for it.
+  """
+
+  def __init__(
+    self,
+    kernel: str,
+    *,
+    seed: int,
+    dma: Dma,
+    races: bool,
+    device_sizes: Sequence[int] = (),
+  ):
+    self.kernel = kernel
+    self.num_devices = int(np.prod(device_sizes, dtype=np.int64))
+    self.dma = dma
+    self.races = races
+    self.rng = random.Random(seed)
+    self.threads = clocks.Threads()
+    self.records = clocks.Records()
+    self.workers: list[Worker] = []
+    self.ready: list[Worker] = []
+    self.due: list[memory.Semaphore] = []
+    self.pending: dict[Any, None] = {}
+    self.meetings: dict[Any, Meeting] = {}
+    self.banks: list[memory.Bank] = []
+    self.families: dict[Any, memory.Family] = {}
+    self._entries: Counter[Any] = Counter()
+    self._atomic_clocks: dict[memory.Family, clocks.Clock] = {}
+    self.findings: list[findings.Finding] = []
+    self.bytes_moved: Counter[tuple[Any, ...]] = Counter()
+    self.meets: list[tuple[Worker, memory.Semaphore, clocks.Clock, Site]] = []
+    self._seen: set[Any] = set()
+    self._credit = 0
+    self.turns = 0
+    self.polls = 0
+    self.max_turns: int | None = None
+    self.timeline: Any = None
+
+  def report(
+    self,
+    kind: findings.Kind,
+    text: str,
+    key: Any = None,
+    *,
+    is_warning: bool = False,
+  ) -> None:
+    """Notes a fault, once for each `key`."""
+    key = (kind, text if key is None else key)
+    if key not in self._seen:
+      self._seen.add(key)
+      self.findings.append(
+        findings.Finding(
+          kind=kind, kernel=self.kernel, text=text, is_warning=is_warning
+        )
+      )
+
+  def stop(self, kind: findings.Kind, text: str) -> Any:
+    """Ends the simulation with a fault."""
+    self.report(kind, text)
+    raise findings.SimulationError(self.findings)
+
+  def shuffled(self, order: Sequence[int]) -> list[int]:
+    """Iterations in an order that the seed decides."""
+    order = list(order)
+    self.rng.shuffle(order)
+    return order
+
+  def switches(self) -> bool:
+    """Whether the worker should let another run, as the seed has it."""
+    self._credit -= 1
+    if self._credit >= 0:
+      return False
+    self._credit = self.rng.randrange(12)
+    return True
+
+  def print(
+    self, worker: Worker, params: Mapping[str, Any], values: Sequence[Any]
+  ) -> None:
+    """`debug_print` of a worker."""
+    fmt = params.get("fmt", "")
+    try:
+      text = str(fmt).format(*values)
+    except (IndexError, KeyError, ValueError):
+      text = f"{fmt} {list(values)}"
+    print(f"[{worker}] {text}", flush=True)
+
+  def fail_check(self, worker: Worker, message: str, site: Site) -> None:
+    """Ends the simulation: a `debug_check` of the kernel has failed."""
+    self.stop("check", f"{worker}: {site} failed: {message}")

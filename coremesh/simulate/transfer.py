@@ -1,0 +1,74 @@
+"""DMAs: what they copy, and how the elements get there."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from coremesh.simulate import clocks, memory
+from coremesh.simulate.worker import Site, Worker
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Transfer:
+  """A DMA: it reads, is on its way, and writes.
+
+  Attributes:
+    starter: the worker that started it.
+    src, dst: buffers, with the steps to the parts copied.
+    src_sem, dst_sem: raised when the read (of a remote copy) and the write are
+      done; None for none.
+    data: what was read, None before.
+    is_done: whether it has written.
+  """
+
+  starter: Worker
+  src: memory.Buffer
+  src_steps: Sequence[memory.Step]
+  dst: memory.Buffer
+  dst_steps: Sequence[memory.Step]
+  src_sem: Any
+  dst_sem: Any
+  add: bool
+  site: Site
+  num_bytes: int
+  thread: int = 0
+  event: int = 0
+  clock: clocks.Clock = dataclasses.field(
+    default_factory=lambda: np.zeros(0, np.int64)
+  )
+  data: Any = None
+  is_done: bool = False
+
+  def __str__(self) -> str:
+    return f"a DMA of {self.starter}"
+
+
+def place(transfer: Transfer) -> None:
+  """Writes what a DMA has read."""
+  steps, data = list(transfer.dst_steps), transfer.data
+  kept = next(
+    (s for s in transfer.src_steps if isinstance(s, memory.Rows)), None
+  )
+  if kept is not None and kept.kept is not None:
+    # Rows that the source's indices ignore are left as they were.
+    old = memory.read(transfer.dst.data, steps)
+    shape = [1] * np.ndim(data)
+    shape[kept.axis] = -1
+    data = np.where(np.reshape(kept.kept, shape), data, old)
+  if not transfer.add:
+    memory.write(transfer.dst.data, steps, data)
+  elif any(isinstance(s, memory.Rows) for s in steps):
+    _add_rows(transfer.dst.data, steps, data)
+  else:
+    old = memory.read(transfer.dst.data, steps)
+    memory.write(transfer.dst.data, steps, (old + data).astype(old.dtype))
+
+
+def _add_rows(base: np.ndarray, steps: list[Any], data: Any) -> None:
+  *outer, last = steps
+  for step in outer:
+    base = base[step] if type(step) is tuple else step.forward(base)
+  key, data = memory.kept_rows(last, data)
+  np.add.at(base, key, data)  # An index may be there twice.
