@@ -607,7 +607,7 @@ def test_cores_that_write_the_same_values_race_in_jaxs_interpreter_only():
 
 @pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
 @pytest.mark.parametrize("is_sum", [False, True], ids=["blocks", "sums"])
-def test_a_pipeline_over_vector_subcores_compiles(chip, is_sum):
+def test_a_pipeline_over_vector_subcores_runs_and_compiles(chip, is_sum):
   chip = cm.chip(chip)
   lanes = chip.sparse_core_lanes
 
@@ -638,6 +638,13 @@ def test_a_pipeline_over_vector_subcores_compiles(chip, is_sum):
   x = jax.ShapeDtypeStruct((560 * mesh.size, 256), jnp.int32)
   compiled = cm.compile(support.over_devices(kernel, mesh), x)
   assert compiled.kernels[0].usage.semaphores_per_core > 0
+  mesh = chip.device_mesh("device", on="simulator")
+  x = numbers(560 * mesh.size, 256, dtype=np.int32)
+  with cm.simulation() as run:
+    y = support.over_devices(kernel, mesh)(x)
+  assert not run.findings
+  expected = x[:, :128] + x[:, 128:] if is_sum else x + 1
+  np.testing.assert_array_equal(y, expected)
 
 
 # --- errors ----------------------------------------------------------------

@@ -1095,6 +1095,34 @@ def test_a_vector_subcore_has_no_dma_to_or_from_its_smem(src, dst):
 
 
 @pytest.mark.parametrize("dma", ["late", "early", "random"])
+@pytest.mark.parametrize(
+  ("ring", "moved"),
+  [
+    ("device", lambda ids: np.roll(ids, 1, axis=0)),
+    (("core", "subcore"), lambda ids: np.roll(ids, 1, axis=1)),
+    (("device", "core", "subcore"), lambda ids: np.roll(ids, 1)),
+  ],
+)
+def test_vector_subcores_shift_round_a_ring(ring, moved, dma):
+  chip, device_mesh = support.simulated("v6e:2x2")
+  cores = chip.vector_subcores()
+
+  def body(x_hbm, o_hbm, *, mine, theirs):
+    rows = cm.slab(x_hbm, over=("core", "subcore"))
+    cm.copy(x_hbm.at[rows], mine)
+    cm.ring_shift(mine, theirs, axis=ring)
+    cm.copy(theirs, o_hbm.at[rows])
+
+  kernel = _kernel(body, cores, dict(mine=_VMEM, theirs=_VMEM))
+  subcores = cores.num_cores * cores.num_subcores
+  ids = np.arange(device_mesh.size * subcores).reshape(-1, subcores)
+  with cm.simulation(dma=dma) as run:
+    y = support.over_devices(kernel, device_mesh)(_filled(ids.ravel()))
+  assert not run.findings
+  np.testing.assert_array_equal(y, _filled(moved(ids).ravel()))
+
+
+@pytest.mark.parametrize("dma", ["late", "early", "random"])
 @pytest.mark.parametrize("waits_first", [True, False])
 def test_a_stream_out_of_vmem_must_be_waited_for(waits_first, dma):
   chip, device_mesh = support.simulated("v6e:2x2")
