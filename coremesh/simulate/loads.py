@@ -16,7 +16,7 @@ def _load(em: emitter.Emitter, part: access.Part) -> str:
   return f"m.load(w, {part.name}, {steps}, {site})"
 
 
-def _store(em: emitter.Emitter, part: access.Part, value: str) -> None:
+def _store(em: emitter.Emitter, part: access.Part, value: Any) -> None:
   site = em.site(f"store to {part.declaration.name!r}")
   steps = part.steps(site)
   em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")

@@ -226,11 +226,11 @@ class Memories(state.State):
     shadow = buffer.shadow
     part, key = shadow.state, None
     for i, step in enumerate(steps):
-      if type(step) is tuple:
+      if isinstance(step, tuple):
         outer, part = part, part[step]
         if part.__class__ is not np.ndarray:  # One element: keep it a view.
           part = outer[tuple(slice(i, i + 1) for i in step)]
-      elif type(step) is memory.Rows and i == len(steps) - 1:
+      elif isinstance(step, memory.Rows) and i == len(steps) - 1:
         key = memory.kept_key(step)
       else:
         part = shadow.state.reshape(-1)
@@ -296,9 +296,9 @@ def _flat_index(data: np.ndarray, steps: Sequence[memory.Step]) -> np.ndarray:
   """Which elements of a memory steps lead to, counted in one row."""
   flat = np.arange(data.size).reshape(*data.shape, 1)
   for step in steps:
-    if type(step) is tuple:
+    if isinstance(step, tuple):
       flat = flat[step]
-    elif type(step) is memory.Rows:
+    elif isinstance(step, memory.Rows):
       flat = flat[memory.kept_key(step)]
     else:
       flat = step.forward_records(flat)

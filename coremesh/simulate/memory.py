@@ -312,9 +312,9 @@ type Step = tuple[Any, ...] | Reshape | Transpose | Bitcast | Rows
 def read(data: np.ndarray, steps: Sequence[Step]) -> Any:
   """A copy of a part of a buffer's elements, a numpy scalar if of rank 0."""
   for step in steps:
-    if type(step) is tuple:
+    if isinstance(step, tuple):
       data = data[step]
-    elif type(step) is Rows:
+    elif isinstance(step, Rows):
       data = data[step.key]
     else:
       data = step.forward(data)
@@ -327,12 +327,12 @@ def write(data: np.ndarray, steps: Sequence[Step], value: Any) -> None:
     data[...] = value
     return
   step, *rest = steps
-  if type(step) is tuple:
+  if isinstance(step, tuple):
     if rest:
       write(data[step], rest, value)
     else:
       data[step] = value
-  elif type(step) is Rows:
+  elif isinstance(step, Rows):
     _write_rows(data, step, value)
   else:
     seen = step.forward(data)

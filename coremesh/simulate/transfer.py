@@ -69,6 +69,6 @@ def place(transfer: Transfer) -> None:
 def _add_rows(base: np.ndarray, steps: list[Any], data: Any) -> None:
   *outer, last = steps
   for step in outer:
-    base = base[step] if type(step) is tuple else step.forward(base)
+    base = base[step] if isinstance(step, tuple) else step.forward(base)
   key, data = memory.kept_rows(last, data)
   np.add.at(base, key, data)  # An index may be there twice.
