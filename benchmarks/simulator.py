@@ -116,7 +116,8 @@ def _add(chip, *, devices: int, races: bool, rows: int = 1024) -> _Case:
     def call(x, y):
       out = jax.ShapeDtypeStruct(x.shape, x.dtype)
       mesh = chip.tensor_cores("core")
-      return pl.kernel(body, out, mesh=mesh, interpret=interpret)(x, y)
+      kernel: Any = pl.kernel(body, out, mesh=mesh, interpret=interpret)
+      return kernel(x, y)
 
     return _over_devices(call, chip, devices)
 
@@ -204,7 +205,8 @@ def _matmul(chip) -> _Case:
     def call(x, y):
       out = jax.ShapeDtypeStruct((size, size), np.float32)
       mesh = chip.tensor_cores("core")
-      return pl.kernel(body, out, mesh=mesh, interpret=interpret)(x, y)
+      kernel: Any = pl.kernel(body, out, mesh=mesh, interpret=interpret)
+      return kernel(x, y)
 
     return _over_devices(call, chip, 1)
 

@@ -7,6 +7,7 @@ seed, without it the kernel is silent, and right, under 50.
 import functools
 import inspect
 import re
+from typing import Any
 
 import jax
 from jax import lax
@@ -37,7 +38,7 @@ def _ints(*shape):
   return np.random.default_rng(0).integers(0, 1000, shape, np.int32)
 
 
-def _out(*shape, dtype=np.float32):
+def _out(*shape, dtype: Any = np.float32) -> Any:
   return jax.ShapeDtypeStruct(shape, dtype)
 
 

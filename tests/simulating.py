@@ -45,9 +45,9 @@ class Kernel:
 
   def run(self, *args: Any, **options: Any) -> list[np.ndarray]:
     """The outputs, those of all devices one after another."""
-    outs, found = self._simulate(args, options)
-    if found is not None:
-      raise found
+    outs, error = self._simulate(args, options)
+    if error is not None:
+      raise error
     return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
 
   def findings(self, *args: Any, **options: Any) -> list[findings.Finding]:
@@ -60,7 +60,7 @@ class Kernel:
     """What does not fit into the chip's memories; nothing is run."""
     return program.compile_program(self.program).excess
 
-  def _simulate(self, args, options):
+  def _simulate(self, args: Any, options: Any) -> tuple[list[Any], Any]:
     run = launch.Launch(self.program, params.SimulatorParams(**options))
     shards = [np.split(np.asarray(a), self.num_devices) for a in args]
     with futures.ThreadPoolExecutor(self.num_devices) as pool:
@@ -71,7 +71,7 @@ class Kernel:
       try:
         return [list(job.result()) for job in jobs], None
       except findings.SimulationError as error:
-        return None, error
+        return [], error
 
 
 def kernel(
@@ -147,6 +147,7 @@ def caught(
   **options: Any,
 ) -> str:
   """The text of what is found under every seed; all of it of one kind."""
+  found: Sequence[findings.Finding] = ()
   for seed in seeds:
     found = made.findings(*args, seed=seed, **options)
     assert found, f"seed {seed}: nothing is found"
