@@ -50,7 +50,8 @@ def target(
     for axis, size in em.device_axes.items():
       own = f"w.device_coords[{em.constant(axis, 'a')}]"
       number = (
-        f"({number}) * {size} + m.along({changes.get(axis, own)}, {size})"
+        f"({number}) * {size}"
+        f" + m.along(w, {axis!r}, {changes.get(axis, own)}, {size})"
       )
     device = number
   return f"({device}, {_coords(em, changes, core)})"

@@ -108,13 +108,14 @@ class Memories(state.State):
       )
     return self.member(device, coords, family)
 
-  def along(self, index: Any, size: int) -> int:
+  def along(self, worker: Worker, axis: Any, index: Any, size: int) -> int:
     """A coordinate of a device, checked."""
     index = int(index)
     if not 0 <= index < size:
       return self.stop(
         "out of bounds",
-        f"device_id names place {index} along an axis of {size} devices.",
+        f"{worker}: device_id names place {index} along {axis!r}, an axis of"
+        f" {size} devices.",
       )
     return index
 

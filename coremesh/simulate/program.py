@@ -6,6 +6,7 @@ import itertools
 import linecache
 import re
 from typing import Any
+import weakref
 
 from coremesh import chips
 from coremesh._compat import kernel_ir
@@ -109,20 +110,8 @@ def compile_program(
   if kernel.grid is not None:
     mesh = grid.mesh_of(kernel, num_cores)
     kernel = dataclasses.replace(kernel, meshes=(mesh,))
-    types = grid.operand_types(kernel)
-  else:
-    types = [var.aval for var in kernel.jaxprs[0].invars]
+  operands = _operands(kernel)
   num_arrays = len(kernel.in_types) + len(kernel.out_types)
-  operands = [
-    emitter.declare(
-      _operand_name(kernel, i), type_, kernel.meshes[0], is_array=i < num_arrays
-    )
-    if hasattr(type_, "inner_aval")
-    or kernel.grid is not None
-    and type_ is not None
-    else None
-    for i, type_ in enumerate(types)
-  ]
   meshes = [*kernel.meshes, *(d.mesh for d in operands if d is not None)]
   core_axes = {a: size for mesh in meshes for a, size in mesh.shape.items()}
   parts, crosses, scoped, excess = [], False, [], []
@@ -154,6 +143,28 @@ def compile_program(
     scoped=tuple(scoped),
     excess=tuple(excess),
   )
+
+
+def _operands(
+  kernel: kernel_ir.KernelProgram,
+) -> list[emitter.Declaration | None]:
+  """What the programs are given; None for a number."""
+  if kernel.grid is not None:
+    types = grid.operand_types(kernel)
+  else:
+    types = [
+      var.aval if hasattr(var.aval, "inner_aval") else None
+      for var in kernel.jaxprs[0].invars
+    ]
+  num_arrays = len(kernel.in_types) + len(kernel.out_types)
+  return [
+    None
+    if type_ is None
+    else emitter.declare(
+      _operand_name(kernel, i), type_, kernel.meshes[0], is_array=i < num_arrays
+    )
+    for i, type_ in enumerate(types)
+  ]
 
 
 def _costs(timed_on: rates.Rates | None, mesh: Any) -> costs.Costs | None:
@@ -202,12 +213,16 @@ def _function(name: str, source: str, constants: Mapping[str, Any]) -> Any:
   linecache.cache[file] = (len(source), None, source.splitlines(True), file)
   namespace = {**HELPERS, **constants}
   exec(compile(source, file, "exec"), namespace)
-  return namespace["program"]
+  function = namespace["program"]
+  weakref.finalize(function, linecache.cache.pop, file, None)
+  return function
 
 
 def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
   """What the user calls an operand: `x_hbm`, or "input 0" if it has no name."""
   names = kernel.jaxprs[0].debug_info.arg_names or ()
+  if kernel.grid is not None:  # The body is not given the sizes of the grid.
+    names = (*[""] * kernel.grid.num_dynamic_grid_bounds, *names)
   name = names[index] if index < len(names) else ""
   if by_key := re.search(r"\['(\w+)'\]((\[\d+\])*)$", name):
     return by_key[1] + by_key[2]
