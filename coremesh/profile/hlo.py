@@ -1,0 +1,177 @@
+"""What the compiled program says around its kernels: who is given what."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+_NAME = r"%?(?P<name>[\w.\-<>]+)"
+_INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?{_NAME} = (?P<rest>.*)$")
+_COMPUTATION = re.compile(rf"^(?P<entry>ENTRY )?{_NAME} .*\{{$")
+_SHAPE = re.compile(
+  r"(?P<type>\w+)\[(?P<sizes>[\d,]*)\]"
+  r"(?:\{(?P<order>[\d,]*)(?::T\((?P<tile>[\d,]+)\)(?P<more>[^}]*))?[^}]*\})?"
+)
+_WORDS = {"s32": np.int32, "u32": np.uint32, "f32": np.float32}
+# The result is the operand, as it is.
+_SAME = ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Instruction:
+  """One instruction of a compiled program.
+
+  Attributes:
+    name: its name.
+    shape: type and layout of its result, as text.
+    opcode: what it does.
+    operands: names of instructions; the text of a constant or parameter.
+    is_entry: whether it is run once, in the main computation.
+  """
+
+  name: str
+  shape: str
+  opcode: str
+  operands: tuple[str, ...]
+  is_entry: bool
+
+
+def parse(text: str) -> dict[str, Instruction]:
+  """The instructions of a compiled program by name."""
+  found: dict[str, Instruction] = {}
+  is_entry = False
+  for line in text.splitlines():
+    if match := _COMPUTATION.match(line):
+      is_entry = bool(match["entry"])
+    elif match := _INSTRUCTION.match(line):
+      shape, rest = _shape_and_rest(match["rest"])
+      opcode, _, inner = rest.partition("(")
+      found[match["name"]] = Instruction(
+        name=match["name"],
+        shape=shape,
+        opcode=opcode.strip(),
+        operands=tuple(_operands(inner)),
+        is_entry=is_entry,
+      )
+  return found
+
+
+def _shape_and_rest(text: str) -> tuple[str, str]:
+  """Splits "type opcode(…)"; the type may be a tuple."""
+  if not text.startswith("("):
+    shape, _, rest = text.partition(" ")
+    return shape, rest
+  end = _closing(text, 1)
+  return text[: end + 1], text[end + 1 :].lstrip()
+
+
+def _closing(text: str, start: int) -> int:
+  depth = 1
+  for i in range(start, len(text)):
+    depth += (text[i] in "({") - (text[i] in ")}")
+    if depth == 0:
+      return i
+  return len(text)
+
+
+def _operands(inner: str) -> list[str]:
+  text = inner[: _closing(inner, 0)]
+  if "{" in text:  # a constant
+    return [text]
+  return [w.split(" ")[-1].lstrip("%") for w in text.split(", ") if w]
+
+
+def operand_words(
+  program: dict[str, Instruction], name: str, leaves: Sequence[object]
+) -> dict[int, np.ndarray]:
+  """The words of the operands of an instruction that are known.
+
+  Args:
+    program: from `parse`.
+    name: the instruction.
+    leaves: the arguments of the program, in order; only arrays have values.
+
+  Returns:
+    By the number of the operand, as it lies in memory. Operands that are
+    computed, that are not of 32 bits or larger than SMEM are not in it.
+  """
+  if name not in program:
+    return {}
+  count = sum(i.opcode == "parameter" and i.is_entry for i in program.values())
+  given = list(leaves) if count == len(leaves) else []
+  found = {}
+  for index, operand in enumerate(program[name].operands):
+    instruction = program.get(operand)
+    if instruction is None:
+      continue
+    value = _value(program, operand, given)
+    words = None if value is None else _laid_out(value, instruction.shape)
+    if words is not None:
+      found[index] = words
+  return found
+
+
+def _value(
+  program: dict[str, Instruction], name: str, leaves: Sequence[object]
+) -> np.ndarray | None:
+  instruction = program[name]
+  while instruction.opcode in _SAME and instruction.operands[0] in program:
+    instruction = program[instruction.operands[0]]
+  shape = _SHAPE.match(instruction.shape)
+  if shape is None or shape["type"] not in _WORDS:
+    return None
+  sizes = tuple(int(n) for n in shape["sizes"].split(",") if n)
+  if instruction.opcode == "parameter" and instruction.is_entry and leaves:
+    leaf = leaves[int(instruction.operands[0])]
+    if not isinstance(leaf, np.ndarray) or leaf.shape != sizes:
+      return None
+    return leaf if leaf.dtype == _WORDS[shape["type"]] else None
+  if instruction.opcode == "constant" and len(sizes) <= 1:
+    words = re.findall(
+      r"-?[\d.]+(?:e[+-]?\d+)?", ",".join(instruction.operands)
+    )
+    value = np.array(words).astype(_WORDS[shape["type"]])
+    return value.reshape(sizes) if value.size == np.prod(sizes) else None
+  return None
+
+
+def _laid_out(value: np.ndarray, shape: str) -> np.ndarray | None:
+  """The 32-bit words of an array in the order of its tiles."""
+  match = _SHAPE.match(shape)
+  if match is None or match["type"] not in _WORDS or value.size > 1 << 18:
+    return None
+  order = [int(n) for n in (match["order"] or "").split(",") if n]
+  # A tile of tiles, as 16-bit types have, has no place here.
+  if order != list(range(value.ndim))[::-1] or (match["more"] or "").startswith(
+    "("
+  ):
+    return None
+  tile = [int(n) for n in (match["tile"] or "").split(",") if n]
+  if len(tile) > min(value.ndim, 2):
+    return None
+  words = value.view(np.uint32)
+  pad = [0] * (value.ndim - len(tile)) + [
+    -size % t
+    for size, t in zip(value.shape[value.ndim - len(tile) :], tile, strict=True)
+  ]
+  words = np.pad(words, [(0, p) for p in pad])
+  if len(tile) == 2:
+    *leading, rows, columns = words.shape
+    r, c = tile
+    split = words.reshape(*leading, rows // r, r, columns // c, c)
+    words = np.moveaxis(split, -3, -2)
+  return np.ascontiguousarray(words).ravel()
+
+
+def first_bytes(shape: str) -> int:
+  """Bytes of a shape, or of the first in a tuple, without padding."""
+  match = _SHAPE.match(shape.lstrip("("))
+  if match is None:
+    return 0
+  bits = int(
+    re.sub(r"\D.*", "", match["type"].lstrip("abcdefghijklmnopqrstuvwxyz")) or 8
+  )
+  sizes = [int(n) for n in match["sizes"].split(",") if n]
+  return -(-math.prod(sizes) * bits // 8)

@@ -1,0 +1,326 @@
+"""The time of a program on a TPU, from its machine code."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from coremesh import chips, errors
+from coremesh.compiler import aot
+from coremesh.compiler.compiled import Compiled, Operation
+from coremesh.profile import bundles, dma, hlo, rates, scalar, units
+from coremesh.profile.prediction import (
+  CorePrediction,
+  HotRange,
+  OperationPrediction,
+  Prediction,
+  Range,
+)
+
+# Writes the lines of the program beside the machine code, which stays the same.
+_SOURCE_LINES = {"xla_mosaic_enable_llo_source_annotations": True}
+_WHICH = ("fast", "central", "slow")
+_MOST_HOT = 10
+# The program around all operations; it is not one of them.
+_AROUND = ("TLP", "<late-initialization>", "<late-finalization>")
+_FREE = frozenset(
+  ["parameter", "constant", "bitcast", "tuple", "get-tuple-element"]
+  + ["copy-done", "after-all", "optimization-barrier", "partition-id"]
+)
+
+
+def predict(
+  compiled_or_fn: Any,
+  *args: Any,
+  chip: str | chips.Chip | None = None,
+) -> Prediction:
+  """Predicts how long a program takes on a TPU that need not be there.
+
+  The scalar instructions of each operation are run, so that trip counts,
+  predication and offsets are those of the machine code; a bundle takes a
+  cycle; copies take what a model of HBM says, whose uncertainty is the range
+  of the result. What data decide is named and the result marked as assumed.
+
+  Not modelled: signals and copies between cores and devices, SparseCores, the
+  time between operations, strides of copies.
+
+  Args:
+    compiled_or_fn: a `cm.Compiled`, or a function as for `cm.compile`.
+    *args: the arguments of the program, arrays or `jax.ShapeDtypeStruct`.
+      Integers that steer a kernel (scalar prefetch, group sizes) are read from
+      arrays; they are not known from a ShapeDtypeStruct.
+    chip: as for `cm.compile`.
+
+  Returns:
+    Cycles and time for each operation and core, what limits them and where.
+
+  Raises:
+    UnsupportedError: a kernel holds something that is not modelled, such as a
+      copy to another core.
+    ChipError: chip is not the one the program was compiled for.
+
+  Example:
+    print(cm.predict(jax.jit(kernel), x, chip="v5p:2x2x1"))
+  """
+  if isinstance(compiled_or_fn, Compiled):
+    compiled = compiled_or_fn
+    asked = chips.chip(chip) if isinstance(chip, str) else chip
+    if asked is not None and asked.name != compiled.chip:
+      raise errors.ChipError(
+        f"chip is {asked.name}, but the program was compiled for"
+        f" {compiled.chip}. Leave chip out."
+      )
+  else:
+    compiled = aot.compile(
+      compiled_or_fn, *args, chip=chip, flags=_SOURCE_LINES
+    )
+  start = time.perf_counter()
+  device = _chip_of(compiled)
+  program = hlo.parse(compiled.text("hlo"))
+  leaves = [_leaf(x) for x in jax.tree.leaves(args)]
+  predicted, left_out = [], []
+  for operation in compiled.operations:
+    if operation.name in _AROUND:
+      continue
+    words = hlo.operand_words(program, operation.name, leaves)
+    try:
+      found = _operation(operation, device, words)
+    except errors.UnsupportedError as error:
+      if operation.kernel is not None:
+        raise errors.UnsupportedError(
+          f"The kernel {operation.kernel!r} cannot be predicted. {error}"
+        ) from error
+      left_out.append(f"{operation.name}: {error}")
+      continue
+    instruction = program.get(operation.name)
+    if instruction is not None and not instruction.is_entry:
+      text = "it is in a loop or a branch of XLA's; counted once"
+      found = dataclasses.replace(found, assumed=(*found.assumed, text))
+    predicted.append(found)
+  copies, others = _around(program, compiled, device)
+  return Prediction(
+    chip=compiled.chip,
+    operations=(*copies, *predicted),
+    left_out=(*left_out, *others),
+    predict_seconds=time.perf_counter() - start,
+  )
+
+
+def _chip_of(compiled: Compiled) -> chips.Chip:
+  try:
+    return chips.chip(compiled.chip)
+  except errors.ChipError:
+    found = chips.chip_of_device_kind(compiled.chip)
+    if found is None:
+      raise
+    return found
+
+
+def _leaf(leaf: Any) -> Any:
+  """The values of an argument, where there are any."""
+  is_there = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float)
+  return np.asarray(jax.numpy.asarray(leaf)) if is_there else leaf
+
+
+def _operation(
+  operation: Operation, chip: chips.Chip, words: Mapping[int, np.ndarray]
+) -> OperationPrediction:
+  if "bundles" not in operation.texts:
+    what = "SparseCore" if "sparsecore" in operation.texts else "no TensorCore"
+    raise errors.UnsupportedError(
+      f"It runs on a {what}; cm.predict models TensorCores."
+    )
+  rate = rates.rates(chip)
+  program = bundles.parse(operation.text("bundles"))
+  traces = [
+    scalar.trace(
+      program,
+      core=core,
+      delay_slots=rate.delay_slots,
+      operands=words,
+      hbm_unit_bytes=rate.hbm_unit_bytes,
+    )
+    for core in range(chip.tensor_cores_per_device)
+  ]
+  found = {w: dma.timings(traces, rate.hbm(w)) for w in _WHICH}
+  return _prediction(operation, program, traces, found, chip)
+
+
+def _prediction(
+  operation: Operation,
+  program: bundles.Program,
+  traces: Sequence[scalar.Trace],
+  timings: Mapping[str, Sequence[dma.CoreTiming]],
+  chip: chips.Chip,
+) -> OperationPrediction:
+  rate = rates.rates(chip)
+  central = timings["central"]
+  read = sum(t.read_bytes for t in central)
+  written = sum(t.written_bytes for t in central)
+  total = _bounded_by_bytes(
+    {w: max(t.cycles for t in timings[w]) for w in _WHICH}, read + written, rate
+  )
+  hbm = rate.hbm("central")
+  moved = {
+    "DMA read": read / hbm.bytes_per_cycle / max(1.0, total.central),
+    "DMA write": written / hbm.bytes_per_cycle / max(1.0, total.central),
+  }
+  busy = units.busy(program, rate)
+  cores = []
+  for i, trace in enumerate(traces):
+    executions = trace.executions(len(program.bundles))
+    cycles = _range({w: timings[w][i].cycles for w in _WHICH})
+    whole = max(1.0, cycles.central)
+    shares = {u: n / whole for u, n in busy.of(executions).items()}
+    shares["waiting"] = central[i].waiting_cycles / whole
+    cores.append(
+      CorePrediction(
+        core=i,
+        cycles=cycles,
+        issued_cycles=trace.cycles,
+        waiting_cycles=central[i].waiting_cycles,
+        shares=shares,
+        read_bytes=central[i].read_bytes,
+        written_bytes=central[i].written_bytes,
+      )
+    )
+  slowest = max(range(len(cores)), key=lambda i: cores[i].cycles.central)
+  shares = {**cores[slowest].shares, **moved}
+  peak = chip.hbm_bytes_per_second_per_device
+  return OperationPrediction(
+    name=operation.name,
+    kernel=operation.kernel,
+    cycles=total,
+    microseconds=_microseconds(total, rate),
+    floor_microseconds=(read + written) / peak * 1e6,
+    limit=_limit(shares),
+    shares=shares,
+    cores=tuple(cores),
+    hottest=_hottest(program, traces[slowest], central[slowest], busy),
+    assumed=tuple(dict.fromkeys(a for t in traces for a in t.assumed)),
+  )
+
+
+def _range(values: Mapping[str, float]) -> Range:
+  """Values of the three models; they may cross where cores race each other."""
+  central = values["central"]
+  return Range(
+    low=min(values.values()), central=central, high=max(values.values())
+  )
+
+
+def _bounded_by_bytes(
+  cycles: Mapping[str, float], num_bytes: int, rate: rates.Rates
+) -> Range:
+  """The cycles of an operation, no fewer than its bytes take."""
+  return _range(
+    {
+      w: max(c, num_bytes / rate.hbm(w).bytes_per_cycle)
+      for w, c in cycles.items()
+    }
+  )
+
+
+def _microseconds(cycles: Range, rate: rates.Rates) -> Range:
+  return Range(
+    low=cycles.low / rate.clock_hz.fast * 1e6,
+    central=cycles.central / rate.clock_hz.central * 1e6,
+    high=cycles.high / rate.clock_hz.slow * 1e6,
+  )
+
+
+def _limit(shares: Mapping[str, float]) -> str:
+  """What is busy for the largest share of the time.
+
+  A core that mostly waits is bound by HBM if that is busy at least half the
+  time, else by the latency of its copies.
+  """
+  moved = shares.get("DMA read", 0.0) + shares.get("DMA write", 0.0)
+  rest = {n: s for n, s in shares.items() if not n.startswith("DMA")}
+  name = max(rest, key=lambda n: rest[n])
+  if moved >= rest[name] or (name == "waiting" and moved >= 0.5):
+    return "DMA"
+  return name
+
+
+def _hottest(
+  program: bundles.Program,
+  trace: scalar.Trace,
+  timing: dma.CoreTiming,
+  busy: units.Busy,
+) -> tuple[HotRange, ...]:
+  """The ranges of bundles, issued equally often, that take longest."""
+  executions = trace.executions(len(program.bundles))
+  edges = [0, *(np.flatnonzero(np.diff(executions)) + 1), len(executions)]
+  found = []
+  for start, end in zip(edges, edges[1:], strict=False):
+    start, end = int(start), int(end)
+    times = int(executions[start]) if start < end else 0
+    if not times:
+      continue
+    waited = sum(
+      c for b, c in timing.waiting_by_bundle.items() if start <= b < end
+    )
+    cycles = times * (end - start) + waited
+    held = {u: float(a[start:end].sum()) for u, a in busy.by_unit.items()}
+    shares = {u: n * times / cycles for u, n in held.items()}
+    found.append(
+      HotRange(
+        start=start,
+        end=end,
+        executions=times,
+        cycles=cycles,
+        share=cycles / max(1.0, timing.cycles),
+        limit=_limit({**shares, "waiting": waited / cycles}),
+        sources=units.sources(program, start, end),
+      )
+    )
+  return tuple(sorted(found, key=lambda h: -h.cycles)[:_MOST_HOT])
+
+
+def _around(
+  program: Mapping[str, hlo.Instruction], compiled: Compiled, chip: chips.Chip
+) -> tuple[list[OperationPrediction], list[str]]:
+  """Copies of XLA's into VMEM, and what else has no machine code of its own."""
+  with_code = {o.name for o in compiled.operations}
+  copies, others = [], []
+  for instruction in program.values():
+    if not instruction.is_entry or instruction.name in with_code:
+      continue
+    if instruction.opcode == "copy-start":
+      copies.append(_copy(instruction, chip))
+    elif instruction.opcode not in _FREE:
+      others.append(
+        f"{instruction.name}: {instruction.opcode} of XLA's, without machine"
+        " code of its own"
+      )
+  return copies, others
+
+
+def _copy(
+  instruction: hlo.Instruction, chip: chips.Chip
+) -> OperationPrediction:
+  """A copy between HBM and VMEM, taken to overlap with nothing."""
+  rate = rates.rates(chip)
+  num_bytes = hlo.first_bytes(instruction.shape)
+  cycles = _range(
+    {
+      w: num_bytes / rate.hbm(w).bytes_per_cycle + rate.hbm(w).latency_cycles
+      for w in _WHICH
+    }
+  )
+  return OperationPrediction(
+    name=instruction.name,
+    kernel=None,
+    cycles=cycles,
+    microseconds=_microseconds(cycles, rate),
+    floor_microseconds=num_bytes / chip.hbm_bytes_per_second_per_device * 1e6,
+    limit="DMA",
+    shares={},
+    cores=(),
+    hottest=(),
+    assumed=("XLA may let it overlap; assumed not to",),
+  )
