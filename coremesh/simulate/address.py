@@ -49,10 +49,8 @@ def target(
     number = "0"
     for axis, size in em.device_axes.items():
       own = f"w.device_coords[{em.constant(axis, 'a')}]"
-      number = (
-        f"({number}) * {size}"
-        f" + m.along(w, {axis!r}, {changes.get(axis, own)}, {size})"
-      )
+      name, index = em.constant(axis, "a"), changes.get(axis, own)
+      number = f"({number}) * {size} + m.along(w, {name}, {index}, {size})"
     device = number
   return f"({device}, {_coords(em, changes, core)})"
 

@@ -10,7 +10,6 @@ worker may run.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import operator
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from coremesh.simulate import (
   costs,
   machine,
   memory,
+  scalars,
   synchronisation,
 )
 
@@ -124,6 +124,7 @@ class Emitter:
     core_axes: the core axes of all meshes of the kernel, with their sizes.
     refs: the declaration behind each name of a ref.
     holdings: the memory that is held at once.
+    numbers: the value behind each name of a number that is known now.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
     operations: what notes, and may change, what synchronises.
@@ -164,7 +165,7 @@ class Emitter:
     self._count = 0
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
-    self._numbers: dict[str, Any] = {}
+    self.numbers: dict[str, Any] = {}
     self._live: dict[int, tuple[Any, list[Any]]] = {}
     self._once: list[dict[Any, tuple[Name, int, str]]] = [{}]
     self._line = "the kernel's start"
@@ -257,7 +258,7 @@ class Emitter:
       name = self._literals[key] = self.name("k")
       self.constants[name.text] = array[()]
       if array.shape == ():
-        self._numbers[name.text] = array[()]
+        self.numbers[name.text] = array[()]
     return self._literals[key]
 
   def atoms(self, variables: Sequence[Any]) -> list[Any]:
@@ -335,45 +336,17 @@ class Emitter:
       function = rule(eqn.params, in_types, out_types)
     operands = self.atoms(eqn.invars)
     if eqn.primitive.multiple_results:
-      call = self._call(function, operands)
+      call = self.call(function, operands)
       self.bind(eqn, self.unpack(call, len(eqn.outvars)))
-    elif out_types[0].shape == () and in_types[0].shape == ():
-      self.bind(eqn, [self._scalar(function, name, operands, out_types[0])])
+    elif in_types and in_types[0].shape == out_types[0].shape == ():
+      number = scalars.write(self, function, name, operands, out_types[0])
+      self.bind(eqn, [number])
     else:
-      self.bind(eqn, [self.let(self._call(function, operands))])
+      self.bind(eqn, [self.let(self.call(function, operands))])
 
-  def _call(self, function: Callable[..., Any], operands: Sequence[Any]) -> str:
+  def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> str:
+    """Source of a call of a function that the program does not name."""
     return f"{self.constant(function, 'f')}({', '.join(map(str, operands))})"
-
-  def _scalar(
-    self,
-    function: Callable[..., Any],
-    name: str,
-    operands: Sequence[Any],
-    type_: Any,
-  ) -> Any:
-    """The name of a number that is computed, known, or there already."""
-    values = [self._numbers.get(str(operand)) for operand in operands]
-    if operands and all(value is not None for value in values):
-      with np.errstate(all="ignore"):
-        return self.literal(function(*values), type_)
-    if name == "select_n" and len(operands) == 3:
-      which, first, second = operands
-      if values[0] is not None:
-        return second if values[0] else first
-      return self.let(f"{second} if {which} else {first}")
-    sign = _SIGNS.get(function)
-    if sign is None:
-      is_unsigned = np.issubdtype(type_.dtype, np.unsignedinteger)
-      if name != "rem" or not is_unsigned or not values[1]:
-        return self.let(self._call(function, operands))
-      sign = "%"
-    if type_.dtype == np.bool_ or np.issubdtype(type_.dtype, np.integer):
-      for value, other in zip(values, reversed(operands), strict=True):
-        if value is not None and _NEUTRAL.get((function, type_.dtype)) == value:
-          return other
-    call = f"{operands[0]} {sign} {operands[1]}"
-    return self.once(call, call, "v")
 
   # --- loops -----------------------------------------------------------------
 
@@ -396,30 +369,6 @@ class Emitter:
     head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
     # A worker's program is a generator even if it never waits.
     return "\n".join([head, *self.lines, "  return", "  yield"])
-
-
-# What numpy's scalars (and arrays of its own dtypes) do as the functions do.
-_SIGNS = {
-  operator.add: "+",
-  operator.sub: "-",
-  operator.mul: "*",
-  operator.and_: "&",
-  operator.or_: "|",
-  operator.xor: "^",
-  operator.eq: "==",
-  operator.ne: "!=",
-  operator.lt: "<",
-  operator.le: "<=",
-  operator.gt: ">",
-  operator.ge: ">=",
-}
-
-_NEUTRAL = {
-  (operator.and_, np.dtype(np.bool_)): True,
-  (operator.or_, np.dtype(np.bool_)): False,
-  (operator.add, np.dtype(np.int32)): 0,
-  (operator.mul, np.dtype(np.int32)): 1,
-}
 
 
 def fallback(eqn: Any) -> Callable[..., Any]:
