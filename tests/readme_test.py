@@ -27,11 +27,11 @@ def _environment() -> dict[str, str]:
   return {k: v for k, v in os.environ.items() if not k.startswith(own)}
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], cwd: pathlib.Path = _ROOT) -> str:
   done = subprocess.run(
     command,
-    cwd=_ROOT,
-    env=_environment(),
+    cwd=cwd,
+    env=_environment() | {"PYTHONPATH": str(_ROOT)},
     capture_output=True,
     text=True,
     timeout=100,
@@ -74,9 +74,12 @@ def test_the_demo_prints_what_the_readme_shows():
 def test_the_programs_run_in_order_as_one_script(tmp_path):
   script = tmp_path / "readme.py"
   script.write_text("\n".join(_blocks("python")))
-  vmem_bytes, code_bytes = map(int, _run([sys.executable, str(script)]).split())
+  usage, *report = _run([sys.executable, str(script)], tmp_path).splitlines()
+  vmem_bytes, code_bytes = map(int, usage.split())
   assert vmem_bytes == 2 * 8 * 128 * 4
   assert code_bytes > 0
+  assert "swap_cores" in "\n".join(report)
+  assert (tmp_path / "swap.json").exists()
 
 
 def test_the_error_shown_is_the_one_raised():
