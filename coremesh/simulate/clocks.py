@@ -168,7 +168,7 @@ class Shadow:
     same access can only know more when it comes again.
     """
     harmless, key = self._records.harmless, None
-    if part.size <= _FEW:
+    if part.size <= FEW:
       key = number, part.tobytes()
       new = harmless.get(key)
       if new is not None:
@@ -257,4 +257,4 @@ class Shadow:
 
 _LOWER = (1 << 32) - 1
 # Of up to so many elements, those of a register, the state is looked up whole.
-_FEW = 64
+FEW = 64

@@ -125,6 +125,7 @@ class Emitter:
     refs: the declaration behind each name of a ref.
     holdings: the memory that is held at once.
     numbers: the value behind each name of a number that is known now.
+    unused: results, of equations that do more than compute, nobody asks for.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
     operations: what notes, and may change, what synchronises.
@@ -166,6 +167,7 @@ class Emitter:
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
     self.numbers: dict[str, Any] = {}
+    self.unused: set[Any] = set()
     self._live: dict[int, tuple[Any, list[Any]]] = {}
     self._once: list[dict[Any, tuple[Name, int, str]]] = [{}]
     self._line = "the kernel's start"
@@ -288,8 +290,10 @@ class Emitter:
     used = {v for v in jaxpr.outvars if not isinstance(v, kernel_ir.Literal)}
     needed = []
     for eqn in reversed(jaxpr.eqns):
-      if used.isdisjoint(eqn.outvars) and self._is_value(eqn):
-        continue
+      if used.isdisjoint(eqn.outvars):
+        if self._is_value(eqn):
+          continue
+        self.unused |= set(eqn.outvars)
       needed.append(eqn)
       used |= {v for v in eqn.invars if not isinstance(v, kernel_ir.Literal)}
     needed.reverse()

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from coremesh._compat import kernel_ir
 from coremesh.simulate import access, emitter, memory
 
 
@@ -22,8 +21,8 @@ def _store(em: emitter.Emitter, part: access.Part, value: Any) -> None:
   em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
 
 
-def _is_used(eqn: Any) -> bool:
-  return not isinstance(eqn.outvars[0], kernel_ir.DropVar)
+def _is_used(em: emitter.Emitter, eqn: Any) -> bool:
+  return eqn.outvars[0] not in em.unused
 
 
 def _get(em: emitter.Emitter, eqn: Any) -> None:
@@ -36,7 +35,7 @@ def _swap(em: emitter.Emitter, eqn: Any) -> None:
   ref, value, *rest = em.atoms(eqn.invars)
   transforms = jax.tree.unflatten(eqn.params["tree"], rest)
   part = access.Part(em, ref, transforms)
-  old = em.let(_load(em, part)) if _is_used(eqn) else emitter.Name("None")
+  old = em.let(_load(em, part)) if _is_used(em, eqn) else emitter.Name("None")
   _store(em, part, value)
   em.bind(eqn, [old])
 
@@ -69,7 +68,7 @@ def _masked_swap(em: emitter.Emitter, eqn: Any) -> None:
   )
   part = access.Part(em, ref, transforms)
   old: Any = emitter.Name("None")
-  if _is_used(eqn) or mask is not None:
+  if _is_used(em, eqn) or mask is not None:
     old = em.let(_load(em, part))
   if mask is not None:
     value = em.let(f"np.where({mask}, {value}, {old})")
@@ -100,7 +99,7 @@ def _sc_swap(em: emitter.Emitter, eqn: Any) -> None:
   mask = rest.pop() if params["has_mask"] else None
   part = access.Part(em, ref, jax.tree.unflatten(params["tree"], rest))
   old: Any = emitter.Name("None")
-  if _is_used(eqn) or mask is not None or params["add"]:
+  if _is_used(em, eqn) or mask is not None or params["add"]:
     old = em.let(_load(em, part))
   if params["compress"] and mask is not None:
     value = em.let(f"compressed({old}, {value}, {mask}, {params['add']})")

@@ -237,6 +237,11 @@ class Memories(state.State):
         part = shadow.state.reshape(-1)
         key = (_flat_index(buffer.data, steps),)
         break
+    if key is None and part.size <= clocks.FEW:
+      state = self.records.harmless.get((number, part.tobytes()))
+      if state is not None:  # As before: nothing to compare.
+        part[...] = state
+        return
     view = part if key is None else part[key]
     if changes is None:
       raced = shadow.read(view, number, clock)
