@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import re
 import threading
+import traceback
 from typing import Any
 
 import jax
+from jax._src import source_info_util as _source_info_util
 from jax._src import tpu_custom_call as _tpu_custom_call
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
@@ -17,7 +20,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
 from jax._src.lib import tpu as _tpu
 from jax._src.lib import xla_client as _xla_client
-from jax._src.pallas.mosaic import error_handling as _error_handling
+import jax.extend.core as jex_core
 from jaxlib.mlir import ir, passmanager
 import numpy as np
 
@@ -129,16 +132,57 @@ def versions() -> dict[str, str]:
   return found
 
 
-def frames(text: str) -> list[tuple[str, str, int]]:
-  """Function, file and line of each frame a compiler's message names.
+# --- where in the user's files ----------------------------------------------
 
-  The innermost frame comes first.
+KERNEL_PRIMITIVES = ("pallas_call", "mpmd_map")
+
+type Frames = list[tuple[str, str, int]]
+"""Function, file and line of each frame, the innermost first."""
+
+_FRAME = re.compile(r'"(?P<name>[^"()]*)"\("(?P<file>[^"]+)":(?P<line>\d+):')
+
+
+def frames_in(text: str) -> Frames:
+  """The frames that MLIR names in a message."""
+  return [(m["name"], m["file"], int(m["line"])) for m in _FRAME.finditer(text)]
+
+
+def frames_of(eqn: jex_core.JaxprEqn) -> Frames:
+  """The frames in which an equation was traced, but JAX's."""
+  found = _source_info_util.user_frames(eqn.source_info.traceback)
+  return [(f.function_name, f.file_name, f.start_line) for f in found]
+
+
+def frames_before(error: BaseException) -> Frames:
+  """The frames in which what JAX could not lower was traced.
+
+  JAX hangs them on the error, as the stack before its own.
   """
-  return [
-    (m["fun_name"][1:-1], m["filename"][1:-1], int(m["lineno"]))
-    for m in _error_handling.FRAME_PATTERN.finditer(text)
-    if m["lineno"]
-  ]
+  found: Frames = []
+  while (error := error.__cause__ or error.__context__) is not None:  # pyright: ignore
+    if isinstance(error, _source_info_util.JaxStackTraceBeforeTransformation):
+      for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        found.append((frame.name, frame.filename, frame.lineno or 0))
+  return found
+
+
+def definition_of(eqn: jex_core.JaxprEqn) -> Frames:
+  """Where the function that is a kernel's body is defined."""
+  info = _bodies(eqn)[0].debug_info
+  name, _, place = info.func_src_info.rpartition(" at ")
+  file, _, line = place.rpartition(":")
+  return [(name, file, int(line))] if line.isdecimal() else []
+
+
+def kernel_names(eqn: jex_core.JaxprEqn) -> frozenset[str]:
+  """The names under which the compilers know a kernel."""
+  names = [b.debug_info.func_name for b in _bodies(eqn)]
+  names.append(eqn.params.get("name") or "")
+  return frozenset(n.rpartition(".")[2] for n in names if n)
+
+
+def _bodies(eqn: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
+  return list(eqn.params.get("jaxprs") or [eqn.params["jaxpr"]])
 
 
 # --- in the worker ----------------------------------------------------------

@@ -6,16 +6,17 @@ import dataclasses
 import os
 import re
 import time
-import traceback
 from typing import Any
 import warnings
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
+import jax.extend.core as jex_core
 
 from coremesh import _compat, chips, errors, topology
 from coremesh._compat import aot as jax_aot
-from coremesh.compiler import cache, failures, usage, workers
+from coremesh.compiler import cache, failures, sites, usage, workers
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
@@ -27,6 +28,7 @@ class _Target:
   """Where a program is compiled for."""
 
   name: str
+  chip: chips.Chip | None
   slice_name: tuple[str, bool] | None
   serialized: bytes | None
   device_ids: tuple[int, ...]
@@ -75,8 +77,10 @@ def compile(  # pylint: disable=redefined-builtin
   start = time.perf_counter()
   asked = chips.chip(chip) if isinstance(chip, str) else chip
   jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-  lowered, kernels = _lowered(jitted, args, asked)
-  target = _target(lowered, asked, any(k.is_simulated for k in kernels))
+  lowered, jaxpr = _lowered(jitted, args, asked)
+  target = _target(lowered, asked)
+  kernels = tuple(usage.of_program(jaxpr))
+  _check_cores(kernels, target.chip, jaxpr)
   words = _flag_words(flags or {})
   request = {
     "module": lowered.module,
@@ -90,7 +94,7 @@ def compile(  # pylint: disable=redefined-builtin
   found = disk.get(key)
   answer = found
   if answer is None:
-    answer = _ask(request, words, timeout_seconds)
+    answer = _ask(request, words, timeout_seconds, jaxpr)
     disk.put(key, answer)
   operations = tuple(Operation(**fields) for fields in answer["operations"])
   return Compiled(
@@ -108,7 +112,7 @@ def compile(  # pylint: disable=redefined-builtin
 
 def _lowered(
   jitted: Any, args: Any, chip: chips.Chip | None
-) -> tuple[jax_aot.Lowered, tuple[usage.KernelUsage, ...]]:
+) -> tuple[jax_aot.Lowered, jex_core.Jaxpr]:
   topology.keep_jax_on_cpu()
   context = contextlib.nullcontext()
   if chip is not None:
@@ -117,20 +121,21 @@ def _lowered(
     # emit_pipeline names a semaphore for every copy; nobody can change that.
     warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
     traced = jitted.trace(*jax.tree.map(_shape_of, args))
-    kernels = tuple(usage.of_program(traced.jaxpr.jaxpr))
-    if any(k.is_simulated for k in kernels):
+    jaxpr = traced.jaxpr.jaxpr
+    if any(k.is_simulated for k in usage.of_program(jaxpr)):
       raise _compiled_for(["cpu"])
     try:
-      return jax_aot.lower(traced), kernels
+      return jax_aot.lower(traced), jaxpr
     except errors.CoreMeshError:
       raise
     except Exception as error:
-      raise _refusal_of_jax(error) from error
+      text = f"{type(error).__name__}: {error}"
+      causes = f"{text}\n{error.__cause__}\n{error.__context__}"
+      before = jax_aot.frames_in(causes) or jax_aot.frames_before(error)
+      raise _refusal(text, jaxpr, before, said=causes) from error
 
 
-def _target(
-  lowered: jax_aot.Lowered, chip: chips.Chip | None, is_simulated: bool
-) -> _Target:
+def _target(lowered: jax_aot.Lowered, chip: chips.Chip | None) -> _Target:
   """The devices a program is for: those it was traced over, or the chip's."""
   if lowered.has_callbacks:
     raise errors.UnsupportedError(
@@ -147,18 +152,35 @@ def _target(
       )
     return _Target(
       name=chip.name if chip else (of_kind.generation if of_kind else kind),
+      chip=of_kind,
       slice_name=None,
       serialized=lowered.topology,
       device_ids=lowered.device_ids,
     )
-  if chip is None or is_simulated or lowered.num_devices > chip.num_devices:
+  if chip is None or lowered.num_devices > chip.num_devices:
     raise _compiled_for([lowered.platform])
   return _Target(
     name=chip.name,
+    chip=chip,
     slice_name=(chip.name, chip.version.supports_megacore),
     serialized=None,
     device_ids=tuple(range(lowered.num_devices)),
   )
+
+
+def _check_cores(
+  kernels: tuple[usage.KernelUsage, ...],
+  chip: chips.Chip | None,
+  jaxpr: jex_core.Jaxpr,
+) -> None:
+  if chip is None:
+    return
+  for kernel in kernels:
+    meshes = [m for m in kernel.meshes if isinstance(m, pltpu.TensorCoreMesh)]
+    asked = max((m.num_cores for m in meshes), default=0)
+    if asked > chip.tensor_cores_per_device:
+      line = sites.line_of(f":: {kernel.name}", sites.of_program(jaxpr))
+      raise failures.of_cores(kernel.name, asked, chip=chip, source=line)
 
 
 def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
@@ -207,25 +229,45 @@ def _key(request: Mapping[str, Any], flags: tuple[str, ...]) -> str:
 
 
 def _ask(
-  request: Mapping[str, Any], flags: tuple[str, ...], seconds: float
+  request: Mapping[str, Any],
+  flags: tuple[str, ...],
+  seconds: float,
+  jaxpr: jex_core.Jaxpr,
 ) -> dict[str, Any]:
   answer = workers.pool().ask(request, flags=flags, seconds=seconds)
   if isinstance(answer, workers.Silence):
-    raise failures.of_silence(answer, seconds, flags)
-  if "refused" in answer:
-    raise failures.of_message(
-      answer["refused"], jax_aot.frames(answer["refused"])
+    kernels = [s for s in sites.of_program(jaxpr) if s.is_kernel]
+    empty = [s.line or "a kernel" for s in kernels if s.has_empty]
+    raise failures.of_silence(
+      answer,
+      seconds=seconds,
+      flags=flags,
+      with_empty=next(iter(empty), None),
     )
+  if "refused" in answer:
+    text = answer["refused"]
+    raise _refusal(text, jaxpr, jax_aot.frames_in(text))
   if "failed" in answer:
     raise failures.of_reading(answer["failed"])
   return answer
 
 
-def _refusal_of_jax(error: Exception) -> errors.CompileError:
-  """JAX's own refusal to write a kernel for Mosaic, with the user's line."""
-  frames = [
-    (f.name, f.filename, f.lineno or 0)
-    for f in reversed(traceback.extract_tb(error.__traceback__))
-  ]
-  text = f"{type(error).__name__}: {error}"
-  return failures.of_message(text, jax_aot.frames(text) or frames)
+def _refusal(
+  text: str,
+  jaxpr: jex_core.Jaxpr,
+  frames: jax_aot.Frames,
+  *,
+  said: str | None = None,
+) -> errors.CompileError:
+  """The error for a message, with the user's line it is about.
+
+  Args:
+    text: the message.
+    jaxpr: the program.
+    frames: those the message comes with.
+    said: the message and its causes, where they name an operation.
+  """
+  line = sites.users_line(frames)
+  return failures.of_message(
+    text, line or sites.line_of(said or text, sites.of_program(jaxpr))
+  )
