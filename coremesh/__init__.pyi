@@ -50,6 +50,12 @@ from .pipelines.blocks import accumulator as accumulator
 from .pipelines.blocks import block as block
 from .pipelines.emit import pipeline as pipeline
 from .place import simulation as simulation
+from .profile.predict import predict as predict
+from .profile.prediction import CorePrediction as CorePrediction
+from .profile.prediction import Estimate as Estimate
+from .profile.prediction import HotRange as HotRange
+from .profile.prediction import OperationPrediction as OperationPrediction
+from .profile.prediction import Prediction as Prediction
 from .remote import Copy as Copy
 from .remote import copy as copy
 from .remote import fence as fence

@@ -46,6 +46,8 @@ class CoreTiming:
     read_bytes: from HBM.
     written_bytes: to HBM.
     local_bytes: copied inside the core.
+    left_over: what semaphores hold, or will, when the program clears them or
+      ends; {} if each wait takes what a copy has given.
   """
 
   cycles: float
@@ -54,6 +56,7 @@ class CoreTiming:
   read_bytes: int
   written_bytes: int
   local_bytes: int
+  left_over: Mapping[int, int]
 
 
 def timings(traces: Sequence[Trace], hbm: Hbm) -> tuple[CoreTiming, ...]:
@@ -110,6 +113,7 @@ class _Core:
     self._flags: dict[int, int] = {}
     self._coming: dict[int, deque[tuple[float, int]]] = {}
     self._bytes = Counter[str]()
+    self._left_over: dict[int, int] = {}
 
   def to_next_copy(self) -> float:
     """Goes on to the next copy; when it is started, infinity if at the end."""
@@ -128,8 +132,7 @@ class _Core:
         self._settle(event.flag, event.cycle + self._waited)
         self._flags[event.flag] = self._flags.get(event.flag, 0) + event.amount
       elif kind == "set":
-        self._flags[event.flag] = 0
-        self._coming.pop(event.flag, None)
+        self._clear(event.flag)
       else:
         self._waited += event.amount
     return float("inf")
@@ -172,8 +175,16 @@ class _Core:
       self._waited += now - start
       self._by_bundle[event.bundle] += now - start  # pyright: ignore
 
+  def _clear(self, flag: int) -> None:
+    coming = self._coming.pop(flag, ())
+    held = self._flags.pop(flag, 0) + sum(amount for _, amount in coming)
+    if held:
+      self._left_over[flag] = held
+
   def timing(self) -> CoreTiming:
     """What came of it."""
+    for flag in {*self._flags, *self._coming}:
+      self._clear(flag)
     return CoreTiming(
       cycles=self._trace.cycles + self._waited,
       waiting_cycles=self._waited,
@@ -181,11 +192,5 @@ class _Core:
       read_bytes=self._bytes["read"],
       written_bytes=self._bytes["write"],
       local_bytes=self._bytes["local"],
+      left_over=self._left_over,
     )
-
-  def left_over(self) -> dict[int, int]:
-    """Semaphores that are not zero, and what they hold or will."""
-    held = dict(self._flags)
-    for flag, coming in self._coming.items():
-      held[flag] = held.get(flag, 0) + sum(amount for _, amount in coming)
-    return {flag: amount for flag, amount in held.items() if amount}

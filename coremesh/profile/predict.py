@@ -14,14 +14,14 @@ from coremesh.compiler.compiled import Compiled, Operation
 from coremesh.profile import bundles, dma, hlo, rates, scalar, units
 from coremesh.profile.prediction import (
   CorePrediction,
+  Estimate,
   HotRange,
   OperationPrediction,
   Prediction,
-  Range,
 )
 
 # Writes the lines of the program beside the machine code, which stays the same.
-_SOURCE_LINES = {"xla_mosaic_enable_llo_source_annotations": True}
+SOURCE_LINES = {"xla_mosaic_enable_llo_source_annotations": True}
 _WHICH = ("fast", "central", "slow")
 _MOST_HOT = 10
 # The program around all operations; it is not one of them.
@@ -74,9 +74,7 @@ def predict(
         f" {compiled.chip}. Leave chip out."
       )
   else:
-    compiled = aot.compile(
-      compiled_or_fn, *args, chip=chip, flags=_SOURCE_LINES
-    )
+    compiled = aot.compile(compiled_or_fn, *args, chip=chip, flags=SOURCE_LINES)
   start = time.perf_counter()
   device = _chip_of(compiled)
   program = hlo.parse(compiled.text("hlo"))
@@ -204,17 +202,17 @@ def _prediction(
   )
 
 
-def _range(values: Mapping[str, float]) -> Range:
+def _range(values: Mapping[str, float]) -> Estimate:
   """Values of the three models; they may cross where cores race each other."""
   central = values["central"]
-  return Range(
+  return Estimate(
     low=min(values.values()), central=central, high=max(values.values())
   )
 
 
 def _bounded_by_bytes(
   cycles: Mapping[str, float], num_bytes: int, rate: rates.Rates
-) -> Range:
+) -> Estimate:
   """The cycles of an operation, no fewer than its bytes take."""
   return _range(
     {
@@ -224,8 +222,8 @@ def _bounded_by_bytes(
   )
 
 
-def _microseconds(cycles: Range, rate: rates.Rates) -> Range:
-  return Range(
+def _microseconds(cycles: Estimate, rate: rates.Rates) -> Estimate:
+  return Estimate(
     low=cycles.low / rate.clock_hz.fast * 1e6,
     central=cycles.central / rate.clock_hz.central * 1e6,
     high=cycles.high / rate.clock_hz.slow * 1e6,

@@ -11,7 +11,7 @@ _WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
+class Estimate:
   """A number that the model of the DMAs leaves open.
 
   Attributes:
@@ -50,7 +50,7 @@ class CorePrediction:
   """
 
   core: int
-  cycles: Range
+  cycles: Estimate
   issued_cycles: int
   waiting_cycles: float
   shares: Mapping[str, float]
@@ -103,8 +103,8 @@ class OperationPrediction:
 
   name: str
   kernel: str | None
-  cycles: Range
-  microseconds: Range
+  cycles: Estimate
+  microseconds: Estimate
   floor_microseconds: float
   limit: str
   shares: Mapping[str, float]
@@ -140,10 +140,10 @@ class Prediction:
     return tuple(o for o in self.operations if o.kernel is not None)
 
   @property
-  def microseconds(self) -> Range:
+  def microseconds(self) -> Estimate:
     """All operations one after the other, without what is left out."""
     times = [o.microseconds for o in self.operations]
-    return Range(
+    return Estimate(
       low=sum(t.low for t in times),
       central=sum(t.central for t in times),
       high=sum(t.high for t in times),

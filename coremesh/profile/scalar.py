@@ -14,7 +14,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh.profile import translate, values
-from coremesh.profile.bundles import Address, Program, Register
+from coremesh.profile.bundles import Address, Program
 from coremesh.profile.values import Unknown, Word
 
 GRANULE_BYTES = 32  # of DMA sizes, on all chips (offline-compiler.md)
@@ -205,9 +205,7 @@ class _Core:
     """Whether a branch that depends on data is taken: an assumption."""
     seen = self._decided[bundle] = self._decided.get(bundle, 0) + 1
     is_back = target <= bundle
-    way = (
-      f"a loop of {ASSUMED_TRIPS} rounds" if is_back else "not taken at first"
-    )
+    way = "taken" if is_back else "not taken"
     self._assume(
       f"the branch at bundle {bundle:#x}{self._line(bundle)} depends on"
       f" {unknown.cause}; assumed {way} {ASSUMED_TRIPS - 1} times of"
@@ -225,9 +223,8 @@ class _Core:
 
   # --- what generated code calls ---
 
-  def mismatch(self, bundle: int, register: str, key: int) -> None:
+  def mismatch(self, bundle: int, register: str, held: int) -> None:
     """Refuses a read that finds another value than the compiler meant."""
-    held = self._ids[key]
     what = "no value" if held == translate.NEVER else f"value {held}"
     raise errors.UnsupportedError(
       f"Bundle {bundle:#x} reads {register} and finds {what}: the machine code"
@@ -277,8 +274,8 @@ class _Core:
     """`sst`."""
     if isinstance(address, Unknown):
       self._assume(
-        f"sst at bundle {bundle:#x} writes where {address.cause} says; assumed to"
-        " change nothing that is read again"
+        f"sst at bundle {bundle:#x} writes where {address.cause} says; assumed"
+        " to change nothing that is read again"
       )
     else:
       self._smem[address] = word
@@ -445,13 +442,3 @@ def _padded_bytes(shape: str) -> int:
   rows = -(-rows // (8 * packing)) * 8 * packing
   columns = -(-columns // 128) * 128
   return max(1, math.prod(leading) * rows * columns * bits // 8)
-
-
-def registers_read(program: Program) -> set[Register]:
-  """The scalar registers the instructions of a program read."""
-  found = set()
-  for slot in program.slots:
-    for operand in slot.operands:
-      terms = operand.terms if isinstance(operand, Address) else (operand,)
-      found |= {t for t in terms if isinstance(t, Register)}
-  return found

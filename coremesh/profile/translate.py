@@ -16,7 +16,9 @@ from coremesh.profile.bundles import Address, Bundle, Operand, Register, Slot
 BANKS = {"s": 0, "p": 64}
 NUM_REGISTERS = 128
 NEVER = -2  # no value yet
-ANY = -1  # a slot that may not have taken effect wrote it
+
+# A local variable says which value the register holds.
+_DYNAMIC = -1
 
 _WORDS = {
   "sadd.s32": "({} + {}) & M",
@@ -140,20 +142,20 @@ class _Writer:
     self._bases = bases
     self.causes: list[values.Unknown] = []
     self._lines: list[str] = []
-    self._entry: list[str] = []
+    self._loaded: set[int] = set()
     self._ids: dict[int, int] = {}
     self._written: set[int] = set()
     self._has_branch = False
-    self._pending: dict[int, str] = {}
+    self._pending: dict[int, int] = {}
 
   def source(self) -> str:
     """The text of a module that defines `make`."""
-    keys = sorted(self._ids)
-    body = [f"r{k} = R[{k}]" for k in keys]
-    body += self._entry + self._lines
-    written = sorted(self._written)
-    body += [f"R[{k}] = r{k}" for k in written]
-    body += [f"I[{k}] = {self._ids[k]}" for k in written]
+    body = [f"r{k} = R[{k}]; i{k} = I[{k}]" for k in sorted(self._loaded)]
+    body += self._lines
+    for key in sorted(self._written):
+      held = self._ids[key]
+      value = f"i{key}" if held == _DYNAMIC else str(held)
+      body.append(f"R[{key}] = r{key}; I[{key}] = {value}")
     body.append("return taken" if self._has_branch else "return False")
     inner = "\n".join(f"    {line}" for line in body)
     return f"def make(R, I, S, D, H):\n  def run(t):\n{inner}\n  return run\n"
@@ -163,19 +165,29 @@ class _Writer:
   def _read(self, register: Register, bundle: int, condition: str = "") -> str:
     """An expression for what a register holds before the bundle."""
     key = _key(register)
-    held = self._ids.get(key)
-    if held is None:
-      check = f"I[{key}] != {register.value} and I[{key}] != {ANY}"
-      where = self._lines if condition else self._entry
-      test = f"{condition} and {check}" if condition else check
-      where.append(f"if {test}: H.mismatch({bundle}, {str(register)!r}, {key})")
-      self._ids[key] = ANY if condition else register.value
-    elif held not in (register.value, ANY):
+    held = self._held(key)
+    if held == _DYNAMIC:
+      test = f"i{key} != {register.value}"
+      if condition:
+        test = f"{condition} and {test}"
+      else:
+        self._ids[key] = register.value
+      self._lines.append(
+        f"if {test}: H.mismatch({bundle}, {str(register)!r}, i{key})"
+      )
+    elif held != register.value:
       raise errors.UnsupportedError(
         f"Bundle {bundle:#x} reads {register}, but that register holds value"
         f" {held} there: the machine code is not as this reader takes it."
       )
     return f"(r{key} ^ True)" if register.is_negated else f"r{key}"
+
+  def _held(self, key: int) -> int:
+    """The number of the value a register holds, or `_DYNAMIC`."""
+    if key not in self._ids:
+      self._ids[key] = _DYNAMIC
+      self._loaded.add(key)
+    return self._ids[key]
 
   def _unknown(self, cause: str) -> str:
     self.causes.append(values.Unknown(cause))
@@ -218,19 +230,19 @@ class _Writer:
       elif slot.target is not None:
         self._branch(slot, bundle.index)
       elif slot.result is not None and slot.result.bank in BANKS:
-        word = f"w{len(writes)}"
-        self._lines.append(f"{word} = {self._result(slot, bundle.index)}")
-        self._pending[_key(slot.result)] = word
+        count = len(writes)
+        self._lines.append(f"w{count} = {self._result(slot, bundle.index)}")
+        if slot.predicate is not None and slot.otherwise is None:
+          self._lines.append(f"n{count} = {self._number(slot)}")
+        self._pending[_key(slot.result)] = count
         writes.append(slot)
       elif not slot.is_vector:
         self._effect(slot, bundle.index, offset, stores)
     self._lines += stores
     for i, slot in enumerate(writes):
-      self._write(slot, f"w{i}")
+      self._write(slot, f"w{i}", f"n{i}")
     for slot in moves:
-      condition = self._condition(slot, bundle.index)
-      source = self._value(slot.operands[0], bundle.index, condition or "True")
-      self._write(slot, source)
+      self._move(slot, bundle.index)
 
   def _phi(self, slot: Slot, bundle: int) -> None:
     """A new number for what a register holds, whichever way it came."""
@@ -242,24 +254,57 @@ class _Writer:
         f"Bundle {bundle:#x} has a phi of several registers, which is not"
         " modelled."
       )
-    held = self._ids.get(key)
-    if held is None:
-      wanted = (*sorted(ids), slot.result.value, ANY)
-      self._entry.append(
-        f"if I[{key}] not in {wanted}: "
-        f"H.mismatch({bundle}, {str(slot.result)!r}, {key})"
+    if self._held(key) == _DYNAMIC:
+      wanted = (*sorted(ids), slot.result.value)
+      self._lines.append(
+        f"if i{key} not in {wanted}: "
+        f"H.mismatch({bundle}, {str(slot.result)!r}, i{key})"
       )
     self._ids[key] = slot.result.value
     self._written.add(key)
 
-  def _write(self, slot: Slot, expression: str) -> None:
+  def _number(self, slot: Slot) -> str:
+    """Which value the result holds after a slot that may have no effect."""
+    assert slot.predicate is not None and slot.result is not None
+    key = _key(slot.result)
+    if key in self._pending:
+      before = f"n{self._pending[key]}"
+    else:
+      held = self._held(key)
+      before = f"i{key}" if held == _DYNAMIC else str(held)
+    off = "True" if slot.predicate.is_negated else "False"
+    name = f"r{_key(slot.predicate)}"
+    return f"{before} if {name} is {off} else {slot.result.value}"
+
+  def _write(self, slot: Slot, expression: str, number: str) -> None:
     register = slot.result
     assert register is not None
     key = _key(register)
     is_sure = slot.predicate is None or slot.otherwise is not None
-    self._ids[key] = register.value if is_sure else ANY
+    self._ids[key] = register.value if is_sure else _DYNAMIC
     self._written.add(key)
     self._lines.append(f"r{key} = {expression}")
+    if not is_sure:
+      self._lines.append(f"i{key} = {number}")
+
+  def _move(self, slot: Slot, bundle: int) -> None:
+    """A pointer as another kind of pointer, once its bundle has written it.
+
+    It may be of a value that was not computed, and then is not used.
+    """
+    source = slot.operands[0]
+    if not isinstance(source, Register) or slot.predicate is not None:
+      raise errors.UnsupportedError(
+        f"Bundle {bundle:#x} holds {slot.opcode} of {source}, which is not"
+        " modelled."
+      )
+    key = _key(source)
+    if self._held(key) == _DYNAMIC:
+      never = self._unknown(f"a pointer not computed (bundle {bundle:#x})")
+      word = f"r{key} if i{key} == {source.value} else {never}"
+    else:
+      word = self._read(source, bundle)
+    self._write(slot, word, "")
 
   def _condition(self, slot: Slot, bundle: int) -> str:
     """The test that a slot takes effect for certain; "" if it always does."""
@@ -282,8 +327,9 @@ class _Writer:
     if slot.otherwise is not None:
       old = self._read(slot.otherwise, bundle, off)
     else:
-      self._ids.setdefault(key, ANY)
-      old = self._pending.get(key, f"r{key}")
+      self._held(key)
+      pending = self._pending.get(key)
+      old = f"r{key}" if pending is None else f"w{pending}"
     name = condition.split(" ")[0]
     return f"({expression}) if {condition} else ({old} if {off} else {name})"
 
