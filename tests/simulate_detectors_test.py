@@ -207,6 +207,26 @@ def test_copies_to_parts_of_a_buffer_race_where_they_meet(overlap):
     np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.parametrize("lanes", [64, 65])
+def test_a_masked_store_touches_what_its_mask_says(lanes):
+  x = _floats(*_SLAB)
+
+  def body(x_hbm, o_hbm, acc, sem):
+    right = pl.ds(64, 64)
+    copy = pltpu.async_copy(x_hbm.at[:, right], acc.at[:, right], sem)
+    lane = lax.broadcasted_iota(jnp.int32, _SLAB, 1)
+    pltpu.store(acc, jnp.zeros(_SLAB), mask=lane < lanes)
+    copy.wait()
+    pltpu.sync_copy(acc, o_hbm)
+
+  made = _on_one_core(body, x, scratch=[_VMEM, _DMA])
+  if lanes == 64:
+    (y,) = simulating.silent(made, x)
+    np.testing.assert_array_equal(y, np.where(np.arange(128) < 64, 0, x))
+  else:
+    simulating.caught(made, "race", x)
+
+
 # --- races of cores ----------------------------------------------------------
 
 
@@ -1020,7 +1040,7 @@ def _ring(kind):
     if kind == "one sided":  # Who will write to me is told that I am here.
       pl.semaphore_signal(barrier, 1, device_id={"device": left})
       pl.semaphore_wait(barrier, 1)
-    elif kind == "all":
+    elif kind.startswith("all"):
       for i in range(1, 5):
         other = lax.rem(device + i, devices)
         pl.semaphore_signal(barrier, 1, device_id={"device": other})
@@ -1034,6 +1054,9 @@ def _ring(kind):
         pl.semaphore_signal(second, 1, device_id={"device": other})
       pl.semaphore_wait(second, 2)
     pltpu.sync_copy(x_hbm, mine)
+    if kind == "all, alone":
+      pltpu.sync_copy(mine, o_hbm)
+      return
     pltpu.async_remote_copy(
       mine, theirs, send, recv, device_id={"device": right}
     ).wait()
@@ -1042,7 +1065,9 @@ def _ring(kind):
   return body
 
 
-@pytest.mark.parametrize("kind", ["once", "twice", "one sided", "all"])
+@pytest.mark.parametrize(
+  "kind", ["once", "twice", "one sided", "all", "all, alone"]
+)
 def test_a_barrier_that_the_next_kernel_may_confuse(kind):
   x = _floats(5 * 8, 128)
   made = _on_one_core(
@@ -1065,7 +1090,8 @@ def test_a_barrier_that_the_next_kernel_may_confuse(kind):
     np.testing.assert_array_equal(made.run(x)[0], np.roll(x, 8, 0))
   else:
     (y,) = simulating.silent(made, x, seeds=range(20))
-    np.testing.assert_array_equal(y, np.roll(x, 8, 0))
+    shift = 0 if kind == "all, alone" else 8
+    np.testing.assert_array_equal(y, np.roll(x, shift, 0))
 
 
 # --- in the words of a user --------------------------------------------------

@@ -15,10 +15,26 @@ def _load(em: emitter.Emitter, part: access.Part) -> str:
   return f"m.load(w, {part.name}, {steps}, {site})"
 
 
-def _store(em: emitter.Emitter, part: access.Part, value: Any) -> None:
+def _store(
+  em: emitter.Emitter, part: access.Part, value: Any, mask: Any = None
+) -> None:
   site = em.site(f"store to {part.declaration.name!r}")
   steps = part.steps(site)
-  em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
+  if mask is None:
+    em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
+  else:
+    em.line(f"masked(m, w, {part.name}, {steps}, {value}, {mask}, {site})")
+
+
+def masked(m, w, buffer, steps, value, mask, site) -> None:
+  """A store that touches nothing where the mask is not set."""
+  if np.ndim(mask) == 0:
+    if mask:
+      m.store(w, buffer, steps, value, site)
+    return
+  chosen = memory.Rows(np.nonzero(mask), None, 0)
+  value = np.broadcast_to(value, mask.shape)[mask]
+  m.store(w, buffer, (*steps, chosen), value, site)
 
 
 def _is_used(em: emitter.Emitter, eqn: Any) -> bool:
@@ -68,11 +84,9 @@ def _masked_swap(em: emitter.Emitter, eqn: Any) -> None:
   )
   part = access.Part(em, ref, transforms)
   old: Any = emitter.Name("None")
-  if _is_used(em, eqn) or mask is not None:
+  if _is_used(em, eqn):
     old = em.let(_load(em, part))
-  if mask is not None:
-    value = em.let(f"np.where({mask}, {value}, {old})")
-  _store(em, part, value)
+  _store(em, part, value, mask)
   em.bind(eqn, [old])
 
 
@@ -99,15 +113,14 @@ def _sc_swap(em: emitter.Emitter, eqn: Any) -> None:
   mask = rest.pop() if params["has_mask"] else None
   part = access.Part(em, ref, jax.tree.unflatten(params["tree"], rest))
   old: Any = emitter.Name("None")
-  if _is_used(em, eqn) or mask is not None or params["add"]:
+  compresses = params["compress"] and mask is not None
+  if _is_used(em, eqn) or compresses or params["add"]:
     old = em.let(_load(em, part))
-  if params["compress"] and mask is not None:
+  if compresses:
     value = em.let(f"compressed({old}, {value}, {mask}, {params['add']})")
   elif params["add"]:
     value = em.let(f"{old} + {value}")
-  if mask is not None and not params["compress"]:
-    value = em.let(f"np.where({mask}, {value}, {old})")
-  _store(em, part, value)
+  _store(em, part, value, None if compresses else mask)
   em.bind(eqn, [old] * len(eqn.outvars))
 
 
@@ -177,7 +190,7 @@ def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
     m.store(w, buffer, part, value, site)
     return
   old = m.load(w, buffer, part, site)
-  shape = np.shape(memory.read(buffer.data, steps))
+  shape = _shape(buffer, steps)
   place = np.ravel_multi_index(key, shape)
   _, first, back = np.unique(place, return_index=True, return_inverse=True)
   sums = old[first]
@@ -185,11 +198,15 @@ def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
   m.store(w, buffer, part, sums[back], site)
 
 
+def _shape(buffer, steps) -> tuple[int, ...]:
+  return np.shape(memory.read(buffer.data, steps)) if steps else buffer.shape
+
+
 def _lanes(buffer, steps, indices, mask, w, site) -> Any:
   """The index of the lanes that take part, checked, and their mask."""
   lanes = slice(None) if mask is None else mask
   key = tuple(index[lanes] for index in indices)
-  shape = np.shape(memory.read(buffer.data, steps))
+  shape = _shape(buffer, steps)
   for entry, dim in zip(key, shape, strict=False):
     if ((entry < 0) | (entry >= dim)).any():
       bad = entry[(entry < 0) | (entry >= dim)].flat[0]
@@ -220,6 +237,7 @@ def _fetch_and_add(em: emitter.Emitter, eqn: Any) -> None:
 
 
 HELPERS = {
+  "masked": masked,
   "expanded": expanded,
   "compressed": compressed,
   "gathered": gathered,
