@@ -76,8 +76,9 @@ class Lowered:
     return options.SerializeAsString()
 
   def text(self) -> str:
-    """The StableHLO as text."""
-    return _mlir.module_to_string(self.lowering.stablehlo())
+    """The StableHLO as text, without lines of the source."""
+    module = self.lowering.stablehlo()
+    return _mlir.module_to_string(module, enable_debug_info=False)
 
 
 def lower(traced: jax.stages.Traced) -> Lowered:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import chips, mutate, plan, simulate
+from coremesh.cli import cache, chips, mutate, plan, simulate
 
 _COMMANDS = {
   "chips": chips,
   "plan": plan,
   "simulate": simulate,
   "mutate": mutate,
+  "cache": cache,
 }
 
 

@@ -90,7 +90,8 @@ def compile(  # pylint: disable=redefined-builtin
     "device_ids": target.device_ids,
   }
   disk = cache.Cache()
-  key = _key(request, words)
+  program = lowered.text()
+  key = _key(request, words, program, jaxpr)
   found = disk.get(key)
   answer = found
   if answer is None:
@@ -102,7 +103,7 @@ def compile(  # pylint: disable=redefined-builtin
     num_devices=lowered.num_devices,
     kernels=kernels,
     operations=operations,
-    texts={"stablehlo": lowered.text()} | answer["texts"],
+    texts={"stablehlo": program} | answer["texts"],
     memory=answer["memory"],
     costs=answer["costs"],
     compile_seconds=time.perf_counter() - start,
@@ -200,8 +201,8 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
-  """Flags as libtpu takes them, in one order."""
-  words = []
+  """Flags as libtpu takes them: those of the environment, then in one order."""
+  words = os.environ.get("LIBTPU_INIT_ARGS", "").split()
   for name, value in sorted(flags.items()):
     if not re.fullmatch(r"\w+", name) or re.search(r"\s", str(value)):
       raise errors.UnsupportedError(
@@ -213,15 +214,27 @@ def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(words)
 
 
-def _key(request: Mapping[str, Any], flags: tuple[str, ...]) -> str:
-  parts = {name: repr(value) for name, value in request.items()}
-  environment = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_LIBRARY_PATH")
+def _key(
+  request: Mapping[str, Any],
+  flags: tuple[str, ...],
+  program: str,
+  jaxpr: jex_core.Jaxpr,
+) -> str:
+  """A digest of all that decides what a program is compiled to.
+
+  The module itself also names the functions that called `compile`; these do
+  not count, but the line of every operation does: the compiler's texts name it.
+  """
+  parts = {name: repr(request[name]) for name in ("topology", "chip")}
   return cache.key(
     {
       **parts,
-      "module": request["module"],
+      "program": program,
+      "lines": repr([s.line for s in sites.of_program(jaxpr)]),
+      "options": request["options"],
+      "device_ids": repr(request["device_ids"]),
       "flags": repr(flags),
-      "environment": repr([os.environ.get(n) for n in environment]),
+      "library": os.environ.get("TPU_LIBRARY_PATH", ""),
       "versions": repr(jax_aot.versions()),
       "result": _RESULT_VERSION,
     }

@@ -26,7 +26,7 @@ def main(reader: int, writer: int, parent: int, folder: str) -> None:
     reader: file descriptor the requests come from.
     writer: file descriptor the answers go to.
     parent: the process that sends the requests.
-    folder: where libtpu writes; removed if the parent ends first.
+    folder: where libtpu writes; removed at the end.
   """
   threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
   requests = connection.Connection(reader, writable=False)
@@ -35,6 +35,7 @@ def main(reader: int, writer: int, parent: int, folder: str) -> None:
     try:
       request = pickle.loads(requests.recv_bytes())
     except EOFError:
+      shutil.rmtree(folder, ignore_errors=True)
       return
     answers.send_bytes(pickle.dumps(_answer(request, pathlib.Path(folder))))
 

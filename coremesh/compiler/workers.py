@@ -77,19 +77,20 @@ class Worker:
     """The number of the process."""
     return self._process.pid
 
+  @property
+  def has_ended(self) -> bool:
+    """Whether it can answer no more."""
+    return self.is_ended or self._process.poll() is not None
+
   def _environment(self) -> dict[str, str]:
     """That of this process, with what libtpu needs where there is no TPU."""
-    init_args = [
-      os.environ.get("LIBTPU_INIT_ARGS", ""),
-      *dumps.flags(self._folder),
-      *self.flags,
-    ]
+    init_args = [*self.flags, *dumps.flags(self._folder)]
     return {
       **topology.OFFLINE_LIBTPU,
       **os.environ,
       "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
       "JAX_PLATFORMS": "cpu",
-      "LIBTPU_INIT_ARGS": " ".join(init_args).strip(),
+      "LIBTPU_INIT_ARGS": " ".join(init_args),
     }
 
   def ask(
@@ -121,6 +122,8 @@ class Worker:
 
   def end(self) -> None:
     """Ends the process, whatever it does, and removes what it wrote."""
+    if self.is_ended:
+      return
     self.is_ended = True
     if self._process.poll() is None:
       with contextlib.suppress(ProcessLookupError):
@@ -156,19 +159,20 @@ class Pool:
     while True:
       worker = self._worker(tuple(flags))
       with worker.lock:
-        if not worker.is_ended:  # as it is if another's request ended it
+        if not worker.has_ended:  # as it is if another's request ended it
           return worker.ask(request, seconds=seconds)
 
   def pids(self) -> dict[tuple[str, ...], int]:
     """The processes at work by their flags."""
     with self._lock:
-      return {f: w.pid for f, w in self._workers.items() if not w.is_ended}
+      return {f: w.pid for f, w in self._workers.items() if not w.has_ended}
 
   def _worker(self, flags: tuple[str, ...]) -> Worker:
     with self._lock:
       found = self._workers.get(flags)
-      if found is None or found.is_ended:
-        self._workers.pop(flags, None)
+      if found is None or found.has_ended:
+        if found is not None:
+          self._drop(found)
         self._make_room()
         found = self._workers[flags] = Worker(flags)
       return found
@@ -179,12 +183,18 @@ class Pool:
     for worker in idle:
       if len(self._workers) < self._most:
         return
-      if worker.lock.acquire(blocking=False):
-        try:
-          worker.end()
-        finally:
-          worker.lock.release()
-        del self._workers[worker.flags]
+      self._drop(worker, even_at_work=False)
+
+  def _drop(self, worker: Worker, *, even_at_work: bool = True) -> None:
+    """Forgets a worker, and ends it unless a thread awaits its answer."""
+    is_idle = worker.lock.acquire(blocking=False)
+    if is_idle:
+      try:
+        worker.end()
+      finally:
+        worker.lock.release()
+    if is_idle or even_at_work:
+      del self._workers[worker.flags]
 
   def end(self) -> None:
     """Ends all workers."""
