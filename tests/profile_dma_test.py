@@ -1,5 +1,7 @@
 """Tests for coremesh.profile.dma: HBM that cores share."""
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
@@ -104,3 +106,54 @@ def test_no_order_of_copies_beats_the_bandwidth(one, two):
 def test_an_hbm_without_bandwidth_is_an_error():
   with pytest.raises(ValueError, match="bytes_per_cycle must be positive"):
     dma.Hbm(bytes_per_cycle=0, latency_cycles=1)
+
+
+def _repeated(core: int, *, gap: int, granules: int, times: int):
+  """Copies into two buffers in turn, each waited for a round later."""
+  events = tuple(
+    scalar.Event(*e)
+    for e in (
+      (0, "read", 0, 1, granules),
+      (gap, "wait", 1, 2, granules),
+      (gap, "add", 1, 2, -granules),
+      (gap, "read", 1, 2, granules),
+      (2 * gap, "wait", 2, 1, granules),
+      (2 * gap, "add", 2, 1, -granules),
+    )
+  )
+  first = scalar.Event(0, "read", 0, 2, granules)
+  last = scalar.Event(5 + times * 2 * gap, "wait", 3, 2, granules)
+  block = scalar.Repeat(5, events, times, 2 * gap)
+  cycles = 10 + times * 2 * gap
+  return dataclasses.replace(
+    _trace(cycles=cycles, core=core), events=(first, block, last)
+  )
+
+
+@given(
+  gap=st.integers(1, 300),
+  granules=st.integers(1, 900),
+  other_gap=st.integers(1, 300),
+  times=st.integers(2, 60),
+)
+def test_skipping_repetitions_changes_nothing(gap, granules, other_gap, times):
+  traces = [
+    _repeated(0, gap=gap, granules=granules, times=times),
+    _repeated(1, gap=other_gap, granules=granules + 3, times=2 * times),
+  ]
+  found = dma.timings(traces, _HBM)
+  alone = dma.timings(traces[:1], _HBM)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(dma, "_MOST_SAMPLES", 0)
+    assert found == dma.timings(traces, _HBM)
+    assert alone == dma.timings(traces[:1], _HBM)
+
+
+def test_a_million_repetitions_are_not_run_one_by_one():
+  traces = [
+    _repeated(core, gap=100, granules=300, times=10**6) for core in (0, 1)
+  ]
+  both = dma.timings(traces, _HBM)
+  num_bytes = sum(c.read_bytes for c in both)
+  assert num_bytes == 2 * (2 * 10**6 + 1) * 300 * 32
+  assert max(c.cycles for c in both) >= num_bytes / 64

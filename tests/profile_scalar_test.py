@@ -31,7 +31,7 @@ def _trace(*lines: str, **options) -> scalar.Trace:
 def _seen(*lines: str, read: str, **options) -> int:
   """What a register holds after some bundles: the amount of a delay."""
   trace = _trace(*lines, f"%99 = vdelay {read}", **options)
-  [event] = [e for e in trace.events if e.kind == "delay"]
+  [event] = [e for e in trace.each_event() if e.kind == "delay"]
   assert not trace.assumed
   return event.amount
 
@@ -159,10 +159,15 @@ def test_a_loop_whose_end_is_given_is_exact():
   assert not trace.assumed
 
 
-def test_a_program_that_never_ends_is_an_error(monkeypatch):
-  monkeypatch.setattr(scalar, "_MOST_STRETCHES", 1000)
-  with pytest.raises(UnsupportedError, match="does not end within 1,000"):
-    _trace("%1 = sbr.rel target bundleno = 0 (0x0)", "%2 = sfence")
+def test_a_program_that_does_not_end_is_an_error(monkeypatch):
+  monkeypatch.setattr(scalar, "_MOST_ROUNDS", 1000)
+  with pytest.raises(UnsupportedError, match="has run 1,000 times"):
+    _trace(
+      "%s1_s0 = smov 1",
+      "%s2_s0 = sphi %s1_s0, %s3_s0 ;; %s3_s0 = smul.u32 3, %s2_s0",
+      "%1 = sbr.rel target bundleno = 1 (0x1)",
+      "%2 = sfence",
+    )
 
 
 def test_a_core_reads_its_own_number():
@@ -240,7 +245,9 @@ def test_a_table_steers_which_blocks_are_copied(name):
     words = {0: np.array(table, np.uint32)}
     trace = scalar.trace(program, core=0, delay_slots=4, operands=words)
     assert not trace.assumed
-    blocks = [e for e in trace.events if e.kind == "read" and e.amount > 1000]
+    blocks = [
+      e for e in trace.each_event() if e.kind == "read" and e.amount > 1000
+    ]
     return len(blocks)
 
   assert reads(range(16)) == 16
@@ -253,6 +260,78 @@ def test_both_cores_of_a_device_share_the_blocks():
   program = bundles.parse(profiling.recorded("v5p-double"))
   for core in (0, 1):
     trace = scalar.trace(program, core=core, delay_slots=4)
-    reads = [e.amount for e in trace.events if e.kind == "read"]
+    reads = [e.amount for e in trace.each_event() if e.kind == "read"]
     assert reads == [8 * 1024 * 4 // scalar.GRANULE_BYTES] * 4
     assert not trace.assumed
+
+
+# --- rounds that are proven alike and skipped -------------------------------
+
+
+def _nested(outer: int, inner: int, body: str) -> bundles.Program:
+  """Two loops around a slot that may read the counters s3_s0 and s23_s4.
+
+  The inner loop starts a copy whose semaphore alternates, as double buffers do.
+  """
+  return _program(
+    "%s20_s4 = smov 0 ;; %s40_s6 = smov 1 ;; %s50_s7 = smov 0",
+    "%s22_s4 = sphi %s20_s4, %s23_s4 ;; %s23_s4 = sadd.s32 1, %s22_s4 ;;"
+    " %s51_s7 = sphi %s50_s7, %s59_s7 ;; %s41_s6 = sphi %s40_s6, %s49_s6",
+    "%s1_s0 = smov 0",
+    "%s2_s0 = sphi %s1_s0, %s3_s0 ;; %s52_s7 = sphi %s51_s7, %s59_s7 ;;"
+    " %s42_s6 = sphi %s41_s6, %s49_s6 ;; %s59_s7 = sadd.s32 1, %s52_s7",
+    "%s3_s0 = sadd.s32 1, %s2_s0 ;; %s60_s8 = sand.u32 1, %s59_s7",
+    f"%s61_s9 = scalar_lea.sflag [#allocation5], %s60_s8 ;; {body}",
+    f"%p4_p0 = scmp.lt.s32.totalorder %s3_s0, {inner}",
+    "%70 = dma.hbm_to_vmem /*hbm=*/%s59_s7, /*size_in_granules=*/64,"
+    " /*vmem=*/0, /*dst_syncflagno=*/%s61_s9",
+    "%71 = dma.done.wait %s61_s9, 64",
+    "%5 = sbr.rel (%p4_p0) target bundleno = 3 (0x3) ;;"
+    " %72 = vsyncadd %s61_s9, 4294967232",
+    f"%p6_p1 = scmp.lt.s32.totalorder %s23_s4, {outer}",
+    "%7 = sbr.rel (%p6_p1) target bundleno = 1 (0x1)",
+    "%8 = sfence",
+    "%9 = vdelay %s49_s6",
+  )
+
+
+_BODIES = {
+  "a word that stays": "%s49_s6 = sadd.s32 0, %s42_s6",
+  "a word that grows": "%s49_s6 = sadd.s32 7, %s42_s6",
+  "a word that wraps": "%s49_s6 = sadd.s32 1073741827, %s42_s6",
+  "a word that is multiplied": "%s49_s6 = smul.u32 3, %s42_s6",
+  "bits that grow": "%s49_s6 = sxor.u32 %s3_s0, %s42_s6",
+  "what is smaller": "%s49_s6 = smin.s32 %s59_s7, 500",
+  "a counter shifted": "%s49_s6 = sshrl.u32 %s59_s7, 3",
+  "a word of SMEM": "%s49_s6 = sadd.s32 1, %s42_s6 ;;"
+  " %73 = sst [smem:[#allocation6]] %s42_s6",
+  "a growing address": "%s49_s6 = sadd.s32 1, %s42_s6 ;;"
+  " %73 = sst [smem:[#allocation6 + %s59_s7]] %s42_s6",
+  "another loop's counter": "%s49_s6 = sadd.s32 %s23_s4, %s42_s6",
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 3000), (5, 700), (200, 4)])
+@pytest.mark.parametrize("body", _BODIES.values(), ids=_BODIES)
+def test_skipping_rounds_changes_nothing(body, sizes, monkeypatch):
+  program = _nested(*sizes, body)
+  found = scalar.trace(program, core=0, delay_slots=1)
+  monkeypatch.setattr(scalar, "_FIRST_TRY", 1 << 60)
+  expected = scalar.trace(program, core=0, delay_slots=1)
+  assert expected.skipped == 0
+  assert found.cycles == expected.cycles
+  assert list(found.each_event()) == list(expected.each_event())
+  assert found.runs == expected.runs
+  assert found.assumed == expected.assumed == ()
+
+
+def test_a_loop_of_five_million_rounds_is_not_run_round_by_round():
+  body = _BODIES["a word that grows"]
+  found = scalar.trace(_nested(1, 4_900_000, body), core=0, delay_slots=1)
+  assert found.skipped > 0.9999 * found.cycles
+  assert len(found.events) < 1000
+
+
+def test_a_loop_that_is_proven_never_to_end_is_an_error():
+  with pytest.raises(UnsupportedError, match="bundle 0x0 has no end"):
+    _trace("%1 = sbr.rel target bundleno = 0 (0x0)", "%2 = sfence")

@@ -10,9 +10,16 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 import dataclasses
 import heapq
+import math
+from typing import Any
 
 from coremesh import errors
-from coremesh.profile.scalar import GRANULE_BYTES, Event, Trace
+from coremesh.profile.scalar import GRANULE_BYTES, Event, Repeat, Trace
+
+# Times are whole numbers of these, so that no rounding builds up.
+TICKS = 1024  # a cycle
+_COPIES = ("read", "write", "local")
+_MOST_SAMPLES = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,93 +78,121 @@ def timings(traces: Sequence[Trace], hbm: Hbm) -> tuple[CoreTiming, ...]:
   """
   server = _Server(hbm)
   cores = [_Core(trace, server) for trace in traces]
-  queue = [(core.to_next_copy(), i) for i, core in enumerate(cores)]
-  heapq.heapify(queue)
+  samples = _Samples(cores, server)
+  queue = _queue(cores)
   while queue:
-    time, i = heapq.heappop(queue)
-    if time == float("inf"):
-      break
-    cores[i].start_copy()
-    heapq.heappush(queue, (cores[i].to_next_copy(), i))
+    now, i = heapq.heappop(queue)
+    if samples.skip(now, i):
+      queue = _queue(cores)
+      continue
+    cores[i].start_copy(now)
+    if (then := cores[i].to_next_copy()) is not None:
+      heapq.heappush(queue, (then, i))
   return tuple(core.timing() for core in cores)
 
 
+def _queue(cores: Sequence["_Core"]) -> list[tuple[int, int]]:
+  """When each core starts its next copy, those that have one."""
+  times = [(core.to_next_copy(), i) for i, core in enumerate(cores)]
+  queue = [(time, i) for time, i in times if time is not None]
+  heapq.heapify(queue)
+  return queue
+
+
 class _Server:
-  """HBM that serves one copy after the other."""
+  """HBM that serves one copy after the other. Times are ticks."""
 
   def __init__(self, hbm: Hbm):
-    self._hbm = hbm
-    self._free = 0.0
+    self._ticks_per_byte = TICKS / hbm.bytes_per_cycle
+    self._latency = round(hbm.latency_cycles * TICKS)
+    self.free = 0
 
-  def finish(self, start: float, num_bytes: int) -> float:
+  def _transfer(self, num_bytes: int) -> int:
+    return math.ceil(num_bytes * self._ticks_per_byte)
+
+  def finish(self, start: int, num_bytes: int) -> int:
     """When a copy that is started at a time is done."""
-    begin = max(start, self._free)
-    self._free = begin + num_bytes / self._hbm.bytes_per_cycle
-    return self._free + self._hbm.latency_cycles
+    self.free = max(start, self.free) + self._transfer(num_bytes)
+    return self.free + self._latency
 
-  def local(self, start: float, num_bytes: int) -> float:
+  def local(self, start: int, num_bytes: int) -> int:
     """When a copy inside a core is done: no slower than one over HBM."""
-    return start + num_bytes / self._hbm.bytes_per_cycle
+    return start + self._transfer(num_bytes)
 
 
 class _Core:
-  """A core on its way through its events."""
+  """A core on its way through its events. Times are ticks."""
 
   def __init__(self, trace: Trace, server: _Server):
     self._trace = trace
-    self._events = trace.events
+    self._blocks = _blocks(trace.events)
     self._server = server
-    self._next = 0
-    self._waited = 0.0
-    self._by_bundle: Counter[int] = Counter()  # of floats
+    # Where it is: in a block, how many times through it, at which event.
+    self._block = self.times = self._index = 0
+    self._waited = 0
     self._flags: dict[int, int] = {}
-    self._coming: dict[int, deque[tuple[float, int]]] = {}
-    self._bytes = Counter[str]()
+    self._coming: dict[int, deque[tuple[int, int]]] = {}
     self._left_over: dict[int, int] = {}
+    # Bytes by kind of copy, and ticks waited by bundle.
+    self.tally = Counter[str | int]()
 
-  def to_next_copy(self) -> float:
-    """Goes on to the next copy; when it is started, infinity if at the end."""
-    events, count = self._events, len(self._events)
-    while self._next < count:
-      event = events[self._next]
-      kind = event.kind
-      if kind in ("read", "write", "local"):
-        return event.cycle + self._waited
-      self._next += 1
-      if event.flag < 0:
-        continue
-      if kind == "wait":
-        self._wait(event)
-      elif kind == "add":
-        self._settle(event.flag, event.cycle + self._waited)
-        self._flags[event.flag] = self._flags.get(event.flag, 0) + event.amount
-      elif kind == "set":
-        self._clear(event.flag)
-      else:
-        self._waited += event.amount
-    return float("inf")
+  def _here(self) -> Repeat | None:
+    is_on = self._block < len(self._blocks)
+    return self._blocks[self._block] if is_on else None
 
-  def start_copy(self) -> None:
+  def to_next_copy(self) -> int | None:
+    """Goes on to the next copy; when it is started, None at the end."""
+    while (block := self._here()) is not None:
+      start = (block.cycle + self.times * block.period) * TICKS
+      for index in range(self._index, len(block.events)):
+        event = block.events[index]
+        now = start + event.cycle * TICKS + self._waited
+        if event.kind in _COPIES:
+          self._index = index
+          return now
+        if event.flag >= 0:
+          self._apply(event, now)
+      self._index = 0
+      self.times += 1
+      if self.times == block.times:
+        self._block += 1
+        self.times = 0
+    return None
+
+  def start_copy(self, now: int) -> None:
     """Starts the copy at hand."""
-    event = self._events[self._next]
-    self._next += 1
+    block = self._here()
+    assert block is not None
+    event = block.events[self._index]
+    self._index += 1
     num_bytes = event.amount * GRANULE_BYTES
-    self._bytes[event.kind] += num_bytes
-    start = event.cycle + self._waited
+    self.tally[event.kind] += num_bytes
     is_local = event.kind == "local"
     serve = self._server.local if is_local else self._server.finish
-    done = serve(start, num_bytes)
     coming = self._coming.setdefault(event.flag, deque())
-    coming.append((done, event.amount))
+    coming.append((serve(now, num_bytes), event.amount))
 
-  def _settle(self, flag: int, now: float) -> None:
+  def _apply(self, event: Event, now: int) -> None:
+    """What an event other than a copy does."""
+    match event.kind:
+      case "wait":
+        self._wait(event, now)
+      case "add":
+        self._settle(event.flag, now)
+        self._flags[event.flag] = self._flags.get(event.flag, 0) + event.amount
+      case "set":
+        self._clear(event.flag)
+      case "delay":
+        self._waited += event.amount * TICKS
+
+  def _settle(self, flag: int, now: int) -> None:
     """Counts the copies that are done by now."""
     coming = self._coming.get(flag)
     while coming and coming[0][0] <= now:
       self._flags[flag] = self._flags.get(flag, 0) + coming.popleft()[1]
 
-  def _wait(self, event: Event) -> None:
-    start = now = event.cycle + self._waited
+  def _wait(self, event: Event, start: int) -> None:
+    now = start
     self._settle(event.flag, now)
     coming = self._coming.get(event.flag)
     while self._flags.get(event.flag, 0) < event.amount:
@@ -173,7 +208,7 @@ class _Core:
       self._flags[event.flag] = self._flags.get(event.flag, 0) + granules
     if now > start:
       self._waited += now - start
-      self._by_bundle[event.bundle] += now - start  # pyright: ignore
+      self.tally[event.bundle] += now - start
 
   def _clear(self, flag: int) -> None:
     coming = self._coming.pop(flag, ())
@@ -185,12 +220,119 @@ class _Core:
     """What came of it."""
     for flag in {*self._flags, *self._coming}:
       self._clear(flag)
+    by_bundle = {
+      bundle: ticks / TICKS
+      for bundle, ticks in self.tally.items()
+      if isinstance(bundle, int)
+    }
     return CoreTiming(
-      cycles=self._trace.cycles + self._waited,
-      waiting_cycles=self._waited,
-      waiting_by_bundle=dict(self._by_bundle),
-      read_bytes=self._bytes["read"],
-      written_bytes=self._bytes["write"],
-      local_bytes=self._bytes["local"],
+      cycles=self._trace.cycles + self._waited / TICKS,
+      waiting_cycles=self._waited / TICKS,
+      waiting_by_bundle=by_bundle,
+      read_bytes=self.tally["read"],
+      written_bytes=self.tally["write"],
+      local_bytes=self.tally["local"],
       left_over=self._left_over,
     )
+
+  # --- repetitions ---
+
+  @property
+  def is_at_repetition(self) -> bool:
+    """Whether it is at the first copy of events that come again."""
+    block = self._here()
+    return (
+      block is not None
+      and block.times > 1
+      and all(e.kind not in _COPIES for e in block.events[: self._index])
+    )
+
+  def state(self, now: int) -> tuple[Any, ...]:
+    """All that decides what it does from now on, but for how often."""
+    flags = frozenset((f, n) for f, n in self._flags.items() if n)
+    coming = frozenset(
+      (flag, *((max(0, done - now), amount) for done, amount in queue))
+      for flag, queue in self._coming.items()
+      if queue
+    )
+    then = self.to_next_copy()
+    next_copy = None if then is None else then - now
+    return self._block, self._index, next_copy, flags, coming
+
+  def most_skips(self, times: int) -> int:
+    """How often it could go so many times further through its block."""
+    block = self._here()
+    if block is None:
+      return 1 << 62
+    return (block.times - 1 - self.times) // times if times else 0
+
+  def skip(self, count: int, times: int, ticks: int, tally: Counter) -> None:
+    """Goes on as if it had done `count` times what took `times` and `ticks`."""
+    block = self._here()
+    if block is not None:
+      self.times += count * times
+      self._waited += count * (ticks - times * block.period * TICKS)
+      for key, amount in tally.items():
+        self.tally[key] += count * amount
+    for queue in self._coming.values():
+      for i, (done, amount) in enumerate(queue):
+        queue[i] = (done + count * ticks, amount)
+
+
+class _Samples:
+  """Finds cores that together come back to a state they were in.
+
+  What follows a state does not depend on how it came about, so that all goes
+  round in the same way until a core has no more repetitions. Times are whole
+  numbers of ticks, so that equal states are equal.
+  """
+
+  def __init__(self, cores: Sequence[_Core], server: _Server):
+    self._cores = cores
+    self._server = server
+    self._seen: dict[Any, tuple[int, list[int], list[Counter]]] = {}
+    self._tries = 0
+
+  def skip(self, now: int, which: int) -> bool:
+    """Skips what is to come round again, if a core is about to start a copy."""
+    if self._tries >= _MOST_SAMPLES or not self._cores[which].is_at_repetition:
+      return False
+    self._tries += 1
+    states = tuple(core.state(now) for core in self._cores)
+    key = (which, max(0, self._server.free - now), states)
+    times = [core.times for core in self._cores]
+    seen = self._seen.get(key)
+    if seen is None:
+      tallies = [core.tally.copy() for core in self._cores]
+      self._seen[key] = (now, times, tallies)
+      return False
+    then, before, tallies = seen
+    moved = [a - b for a, b in zip(times, before, strict=True)]
+    count = min(
+      c.most_skips(m) for c, m in zip(self._cores, moved, strict=True)
+    )
+    if count < 1:
+      return False
+    for core, m, tally in zip(self._cores, moved, tallies, strict=True):
+      core.skip(count, m, now - then, core.tally - tally)
+    self._server.free += count * (now - then)
+    self._seen.clear()
+    self._tries = 0
+    return True
+
+
+def _blocks(events: Sequence[Event | Repeat]) -> list[Repeat]:
+  """The events as blocks of which some come again."""
+  blocks: list[Repeat] = []
+  single: list[Event] = []
+  for found in events:
+    if isinstance(found, Event):
+      single.append(found)
+      continue
+    if single:
+      blocks.append(Repeat(0, tuple(single), 1, 0))
+      single = []
+    blocks.append(found)
+  if single:
+    blocks.append(Repeat(0, tuple(single), 1, 0))
+  return blocks

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from coremesh import errors
-from coremesh.profile import translate, values
+from coremesh.profile import affine, translate, values
 from coremesh.profile.bundles import Address, Program
 from coremesh.profile.values import Unknown, Word
 
@@ -29,7 +29,12 @@ _MOST_POINTER = 1 << 31
 
 # A loop whose end depends on data that is not given runs so often.
 ASSUMED_TRIPS = 4
-_MOST_STRETCHES = 20_000_000
+_MOST_ROUNDS = 5_000_000
+
+# Rounds are skipped together: buffers that alternate take turns by 2 or by 3.
+_ROUNDS = (6, 2)
+_FIRST_TRY = 24
+_LEAST_SKIPPED = 64
 
 type EventKind = Literal[
   "read", "write", "local", "wait", "add", "set", "delay"
@@ -55,6 +60,22 @@ class Event(NamedTuple):
   amount: int
 
 
+class Repeat(NamedTuple):
+  """Events that come again and again; their cycles count from each time.
+
+  Attributes:
+    cycle: bundles issued before the first time.
+    events: of one time.
+    times: how often.
+    period: bundles from one time to the next.
+  """
+
+  cycle: int
+  events: tuple[Event, ...]
+  times: int
+  period: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
   """Bundles that were issued one after the other, and how often."""
@@ -74,16 +95,27 @@ class Trace:
     runs: which, how often.
     events: in order.
     assumed: what was taken for granted, in words.
-    skipped: iterations that were not run one by one, because the loop was
-      proven to count only.
+    skipped: cycles that were not run one by one, because the rounds of a loop
+      were proven to take the same way; see `affine`.
   """
 
   core: int
   cycles: int
   runs: tuple[Run, ...]
-  events: tuple[Event, ...]
+  events: tuple[Event | Repeat, ...]
   assumed: tuple[str, ...]
   skipped: int
+
+  def each_event(self) -> Iterator[Event]:
+    """The events one by one, repetitions written out."""
+    for found in self.events:
+      if isinstance(found, Event):
+        yield found
+        continue
+      for i in range(found.times):
+        start = found.cycle + i * found.period
+        for event in found.events:
+          yield event._replace(cycle=start + event.cycle)
 
   def executions(self, num_bundles: int) -> np.ndarray:
     """How often each bundle was issued."""
@@ -121,6 +153,82 @@ def trace(
   ).run()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State:
+  """Registers, which values they hold, and memory."""
+
+  registers: list[Any]
+  ids: list[int]
+  smem: dict[Any, Any]
+  tokens: dict[str, Any]
+
+  def slopes_to(self, other: "_State") -> "_State":
+    """What is added to each word on the way to another state."""
+    if (
+      self.ids != other.ids
+      or self.smem.keys() != other.smem.keys()
+      or self.tokens.keys() != other.tokens.keys()
+    ):
+      raise affine.NotAffineError
+    return self._zip(other, _slope)
+
+  def moving(self, slopes: "_State", rounds: affine.Rounds) -> "_State":
+    """The same with words that change by their slopes each round."""
+    return self._zip(
+      slopes, lambda word, s: affine.Affine(word, s, rounds) if s else word
+    )
+
+  def after(self, slopes: "_State", count: int) -> "_State":
+    """What it is after so many rounds."""
+    return self._zip(
+      slopes,
+      lambda word, s: (word + count * s) & values.MASK if s else word,
+    )
+
+  def leads_to(self, other: "_State") -> bool:
+    """Whether the other state is this one a round later."""
+    if (
+      self.ids != other.ids
+      or self.smem.keys() != other.smem.keys()
+      or self.tokens.keys() != other.tokens.keys()
+    ):
+      return False
+    pairs = [
+      *zip(self.registers, other.registers, strict=True),
+      *((word, other.smem[k]) for k, word in self.smem.items()),
+      *((word, other.tokens[k]) for k, word in self.tokens.items()),
+    ]
+    return all(_is_next(a, b) for a, b in pairs)
+
+  def _zip(self, other: "_State", fn: Any) -> "_State":
+    return _State(
+      registers=list(map(fn, self.registers, other.registers)),
+      ids=self.ids,
+      smem={k: fn(w, other.smem[k]) for k, w in self.smem.items()},
+      tokens={k: fn(w, other.tokens[k]) for k, w in self.tokens.items()},
+    )
+
+
+def _slope(a: Any, b: Any) -> int:
+  if isinstance(a, Unknown) and isinstance(b, Unknown):
+    return 0
+  if type(a) is not type(b) or (isinstance(a, bool) and a is not b):
+    raise affine.NotAffineError
+  return values.signed((b - a) & values.MASK)
+
+
+def _is_next(a: Any, b: Any) -> bool:
+  """Whether a word that changes by a slope is, a round later, the other."""
+  if isinstance(a, Unknown) or isinstance(a, bool):
+    return a is b or (isinstance(a, Unknown) and isinstance(b, Unknown))
+  if not isinstance(a, affine.Affine):
+    return type(a) is type(b) and a == b
+  if not isinstance(b, affine.Affine):
+    return False
+  same_slope = (a.slope - b.slope) & values.MASK == 0
+  return same_slope and (a.value + a.slope - b.value) & values.MASK == 0
+
+
 class _Core:
   """The state of a core; generated code calls the methods without "_"."""
 
@@ -139,7 +247,7 @@ class _Core:
     self._bases = _bases(program)
     self._places = _places(program, hbm_unit_bytes)
     self._leaders = {s.target for s in program.slots if s.target is not None}
-    self._events: list[Event] = []
+    self._events: list[Event | Repeat] = []
     self._assumed: dict[str, None] = {}
     self._decided: dict[int, int] = {}
     never = Unknown("a register that nothing has written")
@@ -148,12 +256,39 @@ class _Core:
     self._smem: dict[Any, Word] = {}
     self._tokens: dict[str, Word] = {}
     self._table: dict[int, list[Any]] = {}
+    self._pc = self._cycle = self._skipped = 0
+    self._visits: dict[int, int] = {}
+    self._next_try: dict[int, int] = {}
+    self._tries: dict[int, int] = {}
+    self._is_proving = False
 
   def run(self) -> Trace:
     """Runs to the end."""
-    pc = cycle = steps = 0
     end = len(self._bundles)
-    table = self._table
+    while self._pc < end:
+      self._advance(None, 0)
+      if self._pc < end:
+        self._try_to_skip(self._pc)
+    return Trace(
+      core=self.core,
+      cycles=self._cycle,
+      runs=tuple(
+        Run(start=start, end=start + entry[1], count=entry[5])
+        for start, entry in sorted(self._table.items())
+      ),
+      events=tuple(self._events),
+      assumed=tuple(self._assumed),
+      skipped=self._skipped,
+    )
+
+  def _advance(self, header: int | None, times: int) -> bool:
+    """Runs until a bundle was come to so often, or to the end.
+
+    Without a header it also stops at the start of a loop that has run so often
+    that it may pay to skip rounds of it.
+    """
+    pc, cycle, end = self._pc, self._cycle, len(self._bundles)
+    table, visits, next_try = self._table, self._visits, self._next_try
     while pc < end:
       entry = table.get(pc)
       if entry is None:
@@ -162,30 +297,116 @@ class _Core:
       taken = run(cycle)
       entry[5] += 1
       cycle += length
-      steps += 1
-      if steps > _MOST_STRETCHES:
-        raise errors.UnsupportedError(
-          f"The program does not end within {_MOST_STRETCHES:,} branches; it is"
-          f" at bundle {pc:#x}. A loop that waits for another core or device"
-          " is not modelled."
-        )
+      start = pc
       if taken is False:
         pc = after
       elif taken is True:
         pc = target
       else:
         pc = target if self._decide(branch, target, taken) else after
-    return Trace(
-      core=self.core,
-      cycles=cycle,
-      runs=tuple(
-        Run(start=start, end=start + entry[1], count=entry[5])
-        for start, entry in sorted(table.items())
-      ),
-      events=tuple(self._events),
-      assumed=tuple(self._assumed),
-      skipped=0,
+      if header is not None:
+        times -= pc == header
+        if not times:
+          break
+      elif pc <= start:
+        visits[pc] = count = visits.get(pc, 0) + 1
+        if count >= next_try.get(pc, _FIRST_TRY):
+          break
+        if count > _MOST_ROUNDS:
+          raise self._endless(pc, f"has run {_MOST_ROUNDS:,} times")
+    self._pc, self._cycle = pc, cycle
+    return pc < end
+
+  def _endless(self, pc: int, how: str) -> errors.UnsupportedError:
+    return errors.UnsupportedError(
+      f"The loop at bundle {pc:#x}{self._line(pc)} {how}. Loops that wait for"
+      " another core or device are not modelled."
     )
+
+  # --- rounds that need not be run ---
+
+  def _try_to_skip(self, header: int) -> None:
+    """Runs a few rounds of a loop and skips those that are proven alike."""
+    visits = self._visits[header]
+    tries = self._tries[header] = self._tries.get(header, 0) + 1
+    rounds = _ROUNDS[tries % len(_ROUNDS)]
+    before = self._snapshot()
+    if not self._advance(header, rounds):
+      return
+    skipped = self._skip(header, rounds, before)
+    pays = skipped * rounds >= _LEAST_SKIPPED
+    self._next_try[header] = visits + _FIRST_TRY if pays else 2 * visits
+
+  def _snapshot(self) -> _State:
+    return _State(
+      registers=list(self._registers),
+      ids=list(self._ids),
+      smem=dict(self._smem),
+      tokens=dict(self._tokens),
+    )
+
+  def _restore(self, state: _State) -> None:
+    # Generated code holds on to these objects.
+    self._registers[:] = state.registers
+    self._ids[:] = state.ids
+    for held, kept in (
+      (self._smem, state.smem),
+      (self._tokens, state.tokens),
+    ):
+      held.clear()
+      held.update(kept)
+
+  def _skip(self, header: int, times: int, before: _State) -> int:
+    """Skips what is proven to repeat the way from `before` to here.
+
+    Returns:
+      How often that way was skipped.
+    """
+    state = self._snapshot()
+    counts = {pc: entry[5] for pc, entry in self._table.items()}
+    cycle, num_events = self._cycle, len(self._events)
+    rounds = affine.Rounds()
+    try:
+      slopes = before.slopes_to(state)
+      self._restore(state.moving(slopes, rounds))
+      self._is_proving = True
+      is_there = self._advance(header, times)
+      if not is_there or not state.moving(slopes, rounds).leads_to(
+        self._snapshot()
+      ):
+        raise affine.NotAffineError
+    except affine.NotAffineError:
+      self._restore(state)
+      del self._events[num_events:]
+      for pc, entry in self._table.items():
+        entry[5] = counts.get(pc, 0)
+      self._pc, self._cycle = header, cycle
+      return 0
+    finally:
+      self._is_proving = False
+    if rounds.count == affine.MANY:
+      raise self._endless(header, "has no end")
+    self._restore(state.after(slopes, rounds.count))
+    self._repeat(rounds.count, num_events, cycle, counts)
+    return rounds.count - 1
+
+  def _repeat(
+    self, times: int, num_events: int, cycle: int, counts: dict[int, int]
+  ) -> None:
+    """Counts what was run since then `times` times instead of once."""
+    period = self._cycle - cycle
+    events = self._events[num_events:]
+    if events:
+      relative = tuple(
+        e._replace(cycle=e.cycle - cycle)
+        for e in events
+        if isinstance(e, Event)  # A proof starts no other, so that all are.
+      )
+      self._events[num_events:] = [Repeat(cycle, relative, times, period)]
+    for pc, entry in self._table.items():
+      entry[5] += (times - 1) * (entry[5] - counts.get(pc, 0))
+    self._cycle += (times - 1) * period
+    self._skipped += (times - 1) * period
 
   def _enter(self, pc: int) -> list[Any]:
     stretch = translate.translate(
@@ -203,6 +424,8 @@ class _Core:
 
   def _decide(self, bundle: int, target: int, unknown: Unknown) -> bool:
     """Whether a branch that depends on data is taken: an assumption."""
+    if self._is_proving:
+      raise affine.NotAffineError
     seen = self._decided[bundle] = self._decided.get(bundle, 0) + 1
     is_back = target <= bundle
     way = "taken" if is_back else "not taken"
@@ -328,6 +551,8 @@ class _Core:
           f"the {what} of the {kind} at bundle {bundle:#x} is {word.cause};"
           " left out"
         )
+    if isinstance(flag, affine.Affine):
+      raise affine.NotAffineError
     if isinstance(amount, Unknown):
       flag, amount = -1, 0
     known = -1 if isinstance(flag, Unknown) else flag
