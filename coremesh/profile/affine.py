@@ -16,7 +16,7 @@ _SIZE = 1 << 32
 MANY = 1 << 62
 
 
-class NotAffineError(Exception):
+class _NotAffineError(Exception):
   """A word that does not keep the form; the rounds must be run."""
 
 
@@ -33,7 +33,7 @@ class Rounds:
   def while_between(self, value: int, slope: int, low: int, high: int) -> None:
     """Notes the rounds in which low <= value + m * slope < high."""
     if not low <= value < high:
-      raise NotAffineError
+      raise _NotAffineError
     if slope > 0:
       self.count = min(self.count, -((value - high) // slope))
     elif slope < 0:
@@ -45,7 +45,7 @@ def _slope_of(other: Any) -> tuple[int, int]:
     return other.value, other.slope
   if isinstance(other, int):
     return int(other), 0
-  raise NotAffineError
+  raise _NotAffineError
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -85,7 +85,7 @@ class Affine:
       return other
     value, slope = _slope_of(other)
     if slope:
-      raise NotAffineError
+      raise _NotAffineError
     return self._make(self.value * value, self.slope * value)
 
   __radd__ = __add__
@@ -97,7 +97,7 @@ class Affine:
   def __rshift__(self, bits: int) -> Any:
     """No bits that change may be lost."""
     if self.slope % (1 << bits):
-      raise NotAffineError
+      raise _NotAffineError
     self.rounds.while_between(self.value, self.slope, 0, _SIZE)
     return self._make(self.value >> bits, self.slope >> bits)
 
@@ -106,12 +106,12 @@ class Affine:
       return other
     mask, slope = _slope_of(other)
     if slope:
-      raise NotAffineError
+      raise _NotAffineError
     if mask == values.MASK:
       reduced = values.signed(self.slope & values.MASK)
       return self._make(self.value & values.MASK, reduced)
     if self.slope % (1 << mask.bit_length()):
-      raise NotAffineError
+      raise _NotAffineError
     return self.value & mask
 
   def __or__(self, other: Any) -> Any:
@@ -119,12 +119,12 @@ class Affine:
       return other
     bits, slope = _slope_of(other)
     if slope or self.slope % (1 << bits.bit_length()):
-      raise NotAffineError
+      raise _NotAffineError
     return self._make(self.value | bits, self.slope)
 
   def __xor__(self, other: Any) -> Any:
     if isinstance(other, Affine) or other != values.SIGN:
-      raise NotAffineError
+      raise _NotAffineError
     # It turns signed order into unsigned order, and is an addition.
     return self._make((self.value + values.SIGN) % _SIZE, self.slope)
 
@@ -173,15 +173,15 @@ class Affine:
     return found if isinstance(found, values.Unknown) else found != 0
 
   def __hash__(self) -> int:
-    raise NotAffineError  # an address that changes
+    raise _NotAffineError  # an address that changes
 
   def __index__(self) -> int:
-    raise NotAffineError
+    raise _NotAffineError
 
   def __floordiv__(self, _) -> Any:
-    raise NotAffineError
+    raise _NotAffineError
 
   __rfloordiv__ = __mod__ = __rmod__ = __rlshift__ = __rrshift__ = __floordiv__
 
   def __bool__(self) -> bool:
-    raise NotAffineError
+    raise _NotAffineError

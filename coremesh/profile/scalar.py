@@ -169,7 +169,7 @@ class _State:
       or self.smem.keys() != other.smem.keys()
       or self.tokens.keys() != other.tokens.keys()
     ):
-      raise affine.NotAffineError
+      raise affine._NotAffineError
     return self._zip(other, _slope)
 
   def moving(self, slopes: "_State", rounds: affine.Rounds) -> "_State":
@@ -213,7 +213,7 @@ def _slope(a: Any, b: Any) -> int:
   if isinstance(a, Unknown) and isinstance(b, Unknown):
     return 0
   if type(a) is not type(b) or (isinstance(a, bool) and a is not b):
-    raise affine.NotAffineError
+    raise affine._NotAffineError
   return values.signed((b - a) & values.MASK)
 
 
@@ -374,8 +374,8 @@ class _Core:
       if not is_there or not state.moving(slopes, rounds).leads_to(
         self._snapshot()
       ):
-        raise affine.NotAffineError
-    except affine.NotAffineError:
+        raise affine._NotAffineError
+    except affine._NotAffineError:
       self._restore(state)
       del self._events[num_events:]
       for pc, entry in self._table.items():
@@ -425,7 +425,7 @@ class _Core:
   def _decide(self, bundle: int, target: int, unknown: Unknown) -> bool:
     """Whether a branch that depends on data is taken: an assumption."""
     if self._is_proving:
-      raise affine.NotAffineError
+      raise affine._NotAffineError
     seen = self._decided[bundle] = self._decided.get(bundle, 0) + 1
     is_back = target <= bundle
     way = "taken" if is_back else "not taken"
@@ -552,7 +552,7 @@ class _Core:
           " left out"
         )
     if isinstance(flag, affine.Affine):
-      raise affine.NotAffineError
+      raise affine._NotAffineError
     if isinstance(amount, Unknown):
       flag, amount = -1, 0
     known = -1 if isinstance(flag, Unknown) else flag
