@@ -7,9 +7,12 @@ from .barriers import subcore_barrier as subcore_barrier
 from .chips import Chip as Chip
 from .chips import chip as chip
 from .compiler.aot import compile as compile
+from .compiler.aot import ledgers as ledgers
 from .compiler.cache import CacheWarning as CacheWarning
 from .compiler.compiled import Compiled as Compiled
 from .compiler.compiled import Operation as Operation
+from .compiler.ledger import Entry as Entry
+from .compiler.ledger import Ledger as Ledger
 from .compiler.usage import KernelUsage as KernelUsage
 from .compiler.usage import Usage as Usage
 from .errors import AxisError as AxisError

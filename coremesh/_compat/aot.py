@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import re
 import threading
 import traceback
@@ -169,7 +170,7 @@ def frames_before(error: BaseException) -> Frames:
 
 def definition_of(eqn: jex_core.JaxprEqn) -> Frames:
   """Where the function that is a kernel's body is defined."""
-  info = _bodies(eqn)[0].debug_info
+  info = kernel_bodies(eqn)[0].debug_info
   name, _, place = info.func_src_info.rpartition(" at ")
   file, _, line = place.rpartition(":")
   return [(name, file, int(line))] if line.isdecimal() else []
@@ -177,12 +178,44 @@ def definition_of(eqn: jex_core.JaxprEqn) -> Frames:
 
 def kernel_names(eqn: jex_core.JaxprEqn) -> frozenset[str]:
   """The names under which the compilers know a kernel."""
-  names = [b.debug_info.func_name for b in _bodies(eqn)]
+  names = [b.debug_info.func_name for b in kernel_bodies(eqn)]
   names.append(eqn.params.get("name") or "")
   return frozenset(n.rpartition(".")[2] for n in names if n)
 
 
-def _bodies(eqn: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
+def body_name(eqn: jex_core.JaxprEqn) -> str:
+  """The name of a kernel's module in Mosaic."""
+  return eqn.params.get("name") or kernel_bodies(eqn)[0].debug_info.func_name
+
+
+def windows(eqn: jex_core.JaxprEqn) -> dict[int, int]:
+  """Of each argument of a kernel that is a block, how many are held at once.
+
+  JAX asks for one of a block that is the whole array, as does libtpu if the
+  grid has one step; else for two, unless the block says how many.
+  """
+  mapping = eqn.params.get("grid_mapping")
+  if mapping is None:
+    return {}
+  single = all(isinstance(n, int) for n in mapping.grid) and (
+    math.prod(mapping.grid) <= 1
+  )
+  found = {}
+  for number, block in enumerate(mapping.block_mappings):
+    copies = getattr(block.pipeline_mode, "buffer_count", 2)
+    is_whole = block.transformed_block_aval.shape == block.array_aval.shape
+    is_one = single or is_whole
+    found[mapping.num_index_operands + number] = 1 if is_one else copies
+  return found
+
+
+def is_default_space(space: Any) -> bool:
+  """Whether a memory space is what blocks have that name none: VMEM."""
+  return space is None or getattr(space, "value", None) == "default"
+
+
+def kernel_bodies(eqn: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
+  """The programs of a kernel, one for each of its meshes."""
   return list(eqn.params.get("jaxprs") or [eqn.params["jaxpr"]])
 
 

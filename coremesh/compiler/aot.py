@@ -16,7 +16,15 @@ import jax.extend.core as jex_core
 
 from coremesh import _compat, chips, errors, topology
 from coremesh._compat import aot as jax_aot
-from coremesh.compiler import cache, failures, sites, usage, workers
+from coremesh.compiler import (
+  cache,
+  dumps,
+  failures,
+  ledger,
+  sites,
+  usage,
+  workers,
+)
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
@@ -97,18 +105,47 @@ def compile(  # pylint: disable=redefined-builtin
   if answer is None:
     answer = _ask(request, words, timeout_seconds, jaxpr)
     disk.put(key, answer)
-  operations = tuple(Operation(**fields) for fields in answer["operations"])
+  texts = [dumps.Texts(**fields) for fields in answer["operations"]]
+  predicted = ledger.of_program(jaxpr, target.chip) if target.chip else ()
   return Compiled(
     chip=target.name,
     num_devices=lowered.num_devices,
     kernels=kernels,
-    operations=operations,
+    ledgers=ledger.with_used(predicted, texts, answer["texts"]["hlo"]),
+    operations=tuple(Operation(**fields) for fields in answer["operations"]),
     texts={"stablehlo": program} | answer["texts"],
     memory=answer["memory"],
     costs=answer["costs"],
     compile_seconds=time.perf_counter() - start,
     from_cache=found is not None,
   )
+
+
+def ledgers(
+  fn: Any, *args: Any, chip: str | chips.Chip
+) -> tuple[ledger.Ledger, ...]:
+  """What the kernels of a function hold, buffer by buffer, not compiled.
+
+  Args:
+    fn: a function, jitted or not, as for `compile`.
+    *args: arrays, or `jax.ShapeDtypeStruct` in their place.
+    chip: the slice, such as "v5p:2x2x1".
+
+  Returns:
+    A ledger for each kernel, in order. `Compiled.ledgers` also says what
+    libtpu used.
+
+  Example:
+    for one in cm.ledgers(kernel, x, chip="v6e:2x2"):
+      print(one)
+  """
+  asked = chips.chip(chip) if isinstance(chip, str) else chip
+  jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+  topology.keep_jax_on_cpu()
+  device = asked.abstract_device(platform="tpu")
+  with _compat.empty_device_context(device):
+    traced = jitted.trace(*jax.tree.map(_shape_of, args))
+  return ledger.of_program(traced.jaxpr.jaxpr, asked)
 
 
 def _lowered(

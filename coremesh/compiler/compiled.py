@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from coremesh import errors
-from coremesh.compiler import usage
+from coremesh.compiler import ledger, usage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Compiled:
     chip: what for, such as "v5p:2x2x1", or the kind of its devices.
     num_devices: how many devices it is for.
     kernels: what each kernel in it holds, counted before compilation.
+    ledgers: the buffers of every kernel, `pl.pallas_call` included, and what
+      libtpu used.
     operations: kernels and operations of XLA's that have machine code.
     texts: of the whole program, by stage.
     memory: bytes a device, as libtpu counts them.
@@ -63,6 +65,7 @@ class Compiled:
   chip: str
   num_devices: int
   kernels: tuple[usage.KernelUsage, ...]
+  ledgers: tuple[ledger.Ledger, ...]
   operations: tuple[Operation, ...]
   texts: Mapping[str, str] = dataclasses.field(repr=False)
   memory: Mapping[str, int] = dataclasses.field(repr=False)

@@ -86,7 +86,7 @@ def _of_kernel(params: dict[str, Any]) -> KernelUsage:
     own = _of_refs(
       a for a in avals if _compat.core_mesh_of_type(a) in (None, mesh)
     )
-    usage = usage | (own + _peak(jaxpr))
+    usage = usage | (own + peak_of_scopes(jaxpr))
     uses_barrier |= _compat.count_barrier_semaphores(jaxpr) > 0
   return KernelUsage(
     name=params["name"] or "kernel",
@@ -98,7 +98,7 @@ def _of_kernel(params: dict[str, Any]) -> KernelUsage:
   )
 
 
-def _peak(jaxpr: jex_core.Jaxpr) -> Usage:
+def peak_of_scopes(jaxpr: jex_core.Jaxpr) -> Usage:
   """The most that the scopes inside a program hold at once."""
   peak = Usage()
   for eqn in jaxpr.eqns:
@@ -106,7 +106,7 @@ def _peak(jaxpr: jex_core.Jaxpr) -> Usage:
     if eqn.primitive.name == "run_scoped":
       held = _of_refs(v.aval for v in eqn.params["jaxpr"].invars)
     for inner in _compat.inner_jaxprs(eqn):
-      peak = peak | (held + _peak(inner))
+      peak = peak | (held + peak_of_scopes(inner))
   return peak
 
 

@@ -1,0 +1,224 @@
+"""Tests for coremesh.compiler.ledger: predicted buffers against libtpu's."""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import pytest
+
+import coremesh as cm
+from tests import support
+
+_F32 = jnp.float32
+every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
+
+
+def _type(*shape, dtype=_F32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _product(x_ref, y_ref, o_ref, sums):
+  """Sums over the last axis of the grid, so that the sums must be kept."""
+  step = pl.program_id(2)
+
+  @pl.when(step == 0)
+  def _():
+    sums[...] = jnp.zeros_like(sums)
+
+  sums[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=_F32)
+
+  @pl.when(step == pl.num_programs(2) - 1)
+  def _():
+    o_ref[...] = sums[...].astype(o_ref.dtype)
+
+
+def _blocks(rows, columns, dtype, *, buffers=2):
+  """A product by blocks, and its arguments, which are too large for VMEM."""
+  size = 8192
+  x = _type(size, size, dtype=dtype)
+  kernel = pl.pallas_call(
+    _product,
+    out_shape=x,
+    grid=(size // rows, size // columns, size // 512),
+    in_specs=[
+      pl.BlockSpec((rows, 512), lambda i, j, k: (i, k)),
+      pl.BlockSpec(
+        (512, columns),
+        lambda i, j, k: (k, j),
+        pipeline_mode=pl.Buffered(buffers),
+      ),
+    ],
+    out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),
+    scratch_shapes=[pltpu.VMEM((rows, columns), _F32)],
+    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=60 * 2**20),
+  )
+  return kernel, (x, x)
+
+
+@every_chip
+@pytest.mark.parametrize("dtype", [_F32, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(rows=256, columns=512),
+    dict(rows=128, columns=256, buffers=1),
+  ],
+)
+def test_blocks_scratch_and_spills_are_what_libtpu_uses(options, dtype, chip):
+  kernel, args = _blocks(dtype=dtype, **options)
+  [found] = cm.compile(kernel, *args, chip=chip).ledgers
+  assert found.used_vmem_bytes is not None
+  assert found.used_vmem_bytes == found.expected_vmem_bytes, str(found)
+  copies = {e.name: e.copies for e in found.entries}
+  expected = dict(x_ref=2, y_ref=options.get("buffers", 2), o_ref=2, sums=1)
+  assert copies == expected
+  assert found.limit("VMEM") == 60 * 2**20
+
+
+@every_chip
+def test_a_block_that_is_the_whole_array_is_held_once(chip):
+  def body(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] + y_ref[...]
+
+  x, y = _type(4096, 4096), _type(128, 4096)
+  block = pl.BlockSpec((128, 4096), lambda i, j: (i, j))
+  kernel = pl.pallas_call(
+    body,
+    out_shape=x,
+    grid=(32, 1),
+    in_specs=[block, pl.BlockSpec((128, 4096), lambda i, j: (j, j))],
+    out_specs=block,
+  )
+  [found] = cm.compile(kernel, x, y, chip=chip).ledgers
+  assert [e.copies for e in found.entries] == [2, 1, 2]
+  kept = 128 * 4096 * 4 if found.kept_by_xla == (1,) else 0
+  assert found.used_vmem_bytes == 5 * 128 * 4096 * 4 - kept
+
+
+def test_what_is_spilled_is_said():
+  kernel, args = _blocks(256, 512, _F32)
+  [found] = cm.compile(kernel, *args, chip="v6e").ledgers
+  spilled = found.used_vmem_bytes - found.predicted("VMEM")
+  assert found.spilled_bytes == spilled > 0
+  assert f"{spilled:,} of it for vectors without a register" in str(found)
+
+
+def test_it_is_the_same_before_compilation():
+  kernel, args = _blocks(256, 512, _F32)
+  [before] = cm.ledgers(kernel, *args, chip="v6e")
+  [after] = cm.compile(kernel, *args, chip="v6e").ledgers
+  assert before.entries == after.entries
+  assert before.used_vmem_bytes is None
+
+
+def test_what_xla_keeps_in_vmem_is_said():
+  spec = pl.BlockSpec((64, 128), lambda i: (i, 0))
+
+  def body(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+  x = _type(256, 128)
+  small = pl.pallas_call(
+    body, out_shape=x, grid=(4,), in_specs=[spec], out_specs=spec
+  )
+  [found] = cm.compile(lambda x: small(x + 1), x, chip="v6e").ledgers
+  assert found.kept_by_xla == (0,)
+  assert found.predicted("VMEM") == 4 * 64 * 128 * 4
+  assert found.expected_vmem_bytes == found.used_vmem_bytes == 2 * 64 * 128 * 4
+  assert "XLA keeps in VMEM, so that libtpu needs no blocks: x_ref" in str(
+    found
+  )
+
+
+def test_scratch_that_nothing_uses_is_said():
+  def body(x_ref, o_ref, idle):
+    o_ref[...] = x_ref[...] * 2
+
+  x = _type(2048, 2048)
+  spec = pl.BlockSpec((256, 2048), lambda i: (i, 0))
+  kernel = pl.pallas_call(
+    body,
+    out_shape=x,
+    grid=(8,),
+    in_specs=[spec],
+    out_specs=spec,
+    scratch_shapes=[pltpu.VMEM((64, 128), _F32)],
+  )
+  [found] = cm.compile(kernel, x, chip="v5p").ledgers
+  idle = 64 * 128 * 4
+  assert found.predicted("VMEM") - found.expected_vmem_bytes == idle
+  assert found.expected_vmem_bytes == found.used_vmem_bytes
+  assert "nothing uses, so that libtpu leaves out: idle" in str(found)
+
+
+@every_chip
+def test_the_kernels_of_coremesh_have_a_ledger_too(chip):
+  cores = cm.chip(chip).tensor_cores()
+
+  @cm.kernel(mesh=cores, out=cm.like(0), scratch=dict(mine=cm.vmem_slab(0)))
+  def double(x_hbm, o_hbm, *, mine):
+    rows = cm.slab(x_hbm)
+    cm.copy(x_hbm.at[rows], mine)
+    mine[...] = mine[...] * 2
+    cm.copy(mine, o_hbm.at[rows])
+
+  [found] = cm.compile(double, _type(1024, 256), chip=chip).ledgers
+  each = 1024 // cores.num_cores * 256 * 4
+  assert found.kernel == "double"
+  assert found.predicted("VMEM") == found.used_vmem_bytes == each
+  assert found.predicted("semaphores") == 1
+
+
+def test_tables_semaphores_and_scopes_are_counted():
+  def body(table, x_hbm, o_ref, semaphores):
+    def scope(buffer, semaphore):
+      copy = pltpu.make_async_copy(x_hbm, buffer, semaphore)
+      copy.start()
+      copy.wait()
+      o_ref[...] = buffer[...] + table[0]
+
+    pl.run_scoped(scope, pltpu.VMEM((8, 128), _F32), pltpu.SemaphoreType.DMA)
+
+  grid_spec = pltpu.PrefetchScalarGridSpec(
+    num_scalar_prefetch=1,
+    grid=(1,),
+    in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+    out_specs=pl.BlockSpec((8, 128), lambda i, table: (0, 0)),
+    scratch_shapes=[pltpu.SemaphoreType.DMA((3,))],
+  )
+  kernel = pl.pallas_call(body, out_shape=_type(8, 128), grid_spec=grid_spec)
+  [found] = cm.ledgers(kernel, _type(4), _type(8, 128), chip="v6e")
+  assert found.predicted("SMEM") == 128 * 4
+  assert found.predicted("semaphores") == 3 + 1
+  assert found.predicted("VMEM") == 2 * 8 * 128 * 4  # the block, the scope
+  assert found.limit("SMEM") == cm.chip("v6e").smem_bytes_per_tensor_core
+
+
+def test_a_subcore_is_held_against_its_own_memory():
+  chip = cm.chip("v6e")
+  kernel = pl.kernel(
+    lambda x, o, buffer: pltpu.sync_copy(x, buffer),
+    out_type=_type(8, 128),
+    mesh=chip.vector_subcores(),
+    scratch_types=[pltpu.VMEM((8, 128), _F32)],
+    name="on_subcores",
+  )
+  [found] = cm.ledgers(kernel, _type(8, 128), chip=chip)
+  assert found.is_sparse and found.kernel == "on_subcores"
+  assert found.limit("VMEM") == chip.vmem_bytes_per_vector_subcore
+  assert found.limit("SMEM") is None
+  assert found.predicted("VMEM") == 8 * 128 * 4
+
+
+def test_kernels_of_one_name_are_not_filled_in():
+  x = _type(2048, 2048)
+  spec = pl.BlockSpec((256, 2048), lambda i: (i, 0))
+
+  def body(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+  kernel = pl.pallas_call(
+    body, out_shape=x, grid=(8,), in_specs=[spec], out_specs=spec
+  )
+  found = cm.compile(lambda x: kernel(kernel(x)), x, chip="v6e").ledgers
+  assert [one.used_vmem_bytes for one in found] == [None, None]
