@@ -151,5 +151,37 @@ def test_texts_that_cannot_be_told_apart_with_certainty_are_left_out(tmp_path):
   assert found.texts == {"mosaic": "module 2", "bundles": "b"}
 
 
+def test_an_instruction_that_spans_lines_is_one():
+  hlo = """HloModule m
+%inner (p: f32[8]) -> f32[8] {
+  ROOT %k.1 = f32[8] custom-call(%p), attributes={metadata={
+    "a": 1
+  }}, backend_config={"custom_call_config":{"body":"aa"}}
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  ROOT %call.2 = f32[8] call(%p), to_apply=%inner
+}
+"""
+  heads = [s.split()[0] for s in dumps.statements(hlo)]
+  assert heads == [
+    "HloModule",
+    "%inner",
+    "ROOT",
+    "}",
+    "ENTRY",
+    "%p",
+    "ROOT",
+    "}",
+  ]
+
+
+def test_a_kernel_with_metadata_has_every_stage():
+  x = jax.ShapeDtypeStruct((8, 128), _F32)
+  kernel = pl.pallas_call(_double, out_shape=x, metadata={"a": "b", "c": "d"})
+  compiled = cm.compile(kernel, x, chip="v6e")
+  assert "func.func @_double" in compiled.operation("_double").text("mosaic")
+
+
 def test_a_body_that_is_no_kernel_has_no_name():
   assert aot.kernel_module("aGVsbG8=") is None

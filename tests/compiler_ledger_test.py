@@ -1,5 +1,7 @@
 """Tests for coremesh.compiler.ledger: predicted buffers against libtpu's."""
 
+import importlib
+
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -169,6 +171,21 @@ def test_the_kernels_of_coremesh_have_a_ledger_too(chip):
   assert found.predicted("semaphores") == 1
 
 
+@every_chip
+@pytest.mark.parametrize("name", ["indexed_add_one", "ring_shift"])
+def test_every_byte_that_an_example_uses_is_explained(name, chip):
+  example = importlib.import_module(f"examples.{name}")
+  config = importlib.import_module(f"configs.{name}").get_config()
+  slice_ = cm.chip(chip)
+  build, args = example.case(slice_, config)
+  mesh = slice_.device_mesh("device", on="compiler")
+  [found] = cm.compile(build(slice_, mesh), *args).ledgers
+  assert found.used_vmem_bytes == found.expected_vmem_bytes > 0, str(found)
+  if name == "indexed_add_one":
+    assert found.staged_bytes == 128 * 4
+    assert "512 of it to bring scalars to SMEM" in str(found)
+
+
 def test_tables_semaphores_and_scopes_are_counted():
   def body(table, x_hbm, o_ref, semaphores):
     def scope(buffer, semaphore):
@@ -204,6 +221,8 @@ def test_a_subcore_is_held_against_its_own_memory():
     name="on_subcores",
   )
   [found] = cm.ledgers(kernel, _type(8, 128), chip=chip)
+  [compiled] = cm.compile(kernel, _type(8, 128), chip=chip).ledgers
+  assert compiled == found and found.used_vmem_bytes is None
   assert found.is_sparse and found.kernel == "on_subcores"
   assert found.limit("VMEM") == chip.vmem_bytes_per_vector_subcore
   assert found.limit("SMEM") is None

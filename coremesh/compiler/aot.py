@@ -28,7 +28,7 @@ from coremesh.compiler import (
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
-_RESULT_VERSION = "1"
+_RESULT_VERSION = "2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

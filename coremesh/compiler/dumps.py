@@ -41,7 +41,9 @@ _ADDED = re.compile(
 type _Reader = Callable[[str], tuple[str, str] | None]
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)")
+_INSTRUCTION = re.compile(
+  r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.DOTALL
+)
 _CALLED = re.compile(r"(?:to_apply|calls)=%?([\w.\-]+)")
 _KERNEL_BODY = re.compile(r'"custom_call_config":\{"body":"([A-Za-z0-9+/=]+)"')
 
@@ -121,6 +123,21 @@ def module_texts(folder: pathlib.Path) -> dict[str, str]:
   return {"vmem-report": _read(reports[-1])} if reports else {}
 
 
+def statements(hlo: str) -> Iterator[str]:
+  """The instructions of a module, and the lines that open a computation.
+
+  An instruction spans lines if the metadata of its kernel do.
+  """
+  found: list[str] = []
+  for line in hlo.splitlines():
+    starts = _INSTRUCTION.match(line) or _COMPUTATION.match(line)
+    if (starts or line == "}") and found:
+      yield "\n".join(found)
+      found = []
+    found.append(line)
+  yield "\n".join(found)
+
+
 def _files(
   folder: pathlib.Path, pattern: re.Pattern[str]
 ) -> Iterator[tuple[re.Match[str], pathlib.Path]]:
@@ -170,7 +187,7 @@ def _kernels(hlo: str, kernel_module: _Reader) -> dict[str, tuple[str, str]]:
   called: dict[str, list[str]] = {}
   inside: dict[str, list[str]] = {}
   computation = ""
-  for line in hlo.splitlines():
+  for line in statements(hlo):
     if match := _COMPUTATION.match(line):
       computation = match["name"]
     elif match := _INSTRUCTION.match(line):

@@ -20,6 +20,9 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPERAND_IN_VMEM = re.compile(
   r"inlined_call_operand\.vmem \[shape: \w+\[[\d,]*\], index: (\d+)"
 )
+_STAGED = re.compile(
+  r"inlined_call_operand\.<no memory space> \[shape: \w+\[([\d,]*)\], index:"
+)
 _SPILLED = re.compile(r"vmem:\[#allocation(\d+)_spill")
 _REGISTER_BYTES = 8 * 128 * 4
 _VMEM_COLOR = "1"
@@ -65,11 +68,13 @@ class Ledger:
     vmem_limit_bytes: what it asked for with `vmem_limit_bytes`, or None:
       libtpu's own limit, `--xla_tpu_scoped_vmem_limit_kib`, holds.
     collective_id: of the barrier semaphore, or None.
-    used_vmem_bytes: what libtpu used of the VMEM; None if it did not say.
+    used_vmem_bytes: what libtpu used of the VMEM; None if it did not say, as
+      of SparseCores.
     kept_by_xla: the arguments that XLA keeps in VMEM around the kernel, by
       their number. Their blocks are used where they are, so that libtpu needs
       no copies of them; this is known after compilation only.
     spilled_bytes: VMEM for vectors that found no register; as above.
+    staged_bytes: VMEM through which scalar operands go to SMEM; as above.
   """
 
   kernel: str
@@ -81,6 +86,7 @@ class Ledger:
   used_vmem_bytes: int | None = None
   kept_by_xla: tuple[int, ...] = ()
   spilled_bytes: int = 0
+  staged_bytes: int = 0
 
   def predicted(self, memory: str) -> int:
     """Bytes of a memory, or semaphores, that a core holds at once."""
@@ -91,14 +97,19 @@ class Ledger:
     """Predicted VMEM, corrected by what compilation tells.
 
     Without what is not used and what XLA keeps there anyway, and with what is
-    spilled. Scratch that libtpu holds in registers instead is not found out.
+    spilled or staged. Scratch that libtpu holds in registers instead is not
+    found out.
     """
-    return self.spilled_bytes + sum(
-      e.amount_per_core
-      for e in self.entries
-      if e.memory == "VMEM"
-      and e.is_used
-      and not (e.is_block and e.argument in self.kept_by_xla)
+    return (
+      self.spilled_bytes
+      + self.staged_bytes
+      + sum(
+        e.amount_per_core
+        for e in self.entries
+        if e.memory == "VMEM"
+        and e.is_used
+        and not (e.is_block and e.argument in self.kept_by_xla)
+      )
     )
 
   def _kept(self) -> list[str]:
@@ -142,6 +153,8 @@ class Ledger:
         lines.append(
           f"  {self.spilled_bytes:,} of it for vectors without a register"
         )
+      if self.staged_bytes:
+        lines.append(f"  {self.staged_bytes:,} of it to bring scalars to SMEM")
       for why, names in (
         ("XLA keeps in VMEM, so that libtpu needs no blocks", self._kept()),
         ("nothing uses, so that libtpu leaves out", self._unused()),
@@ -179,7 +192,8 @@ def with_used(
   for one in ledgers:
     named = [o for o in operations if o.kernel == one.kernel]
     alike = [other for other in ledgers if other.kernel == one.kernel]
-    if len(named) == len(alike) == 1 and named[0].name in used:
+    certain = len(named) == len(alike) == 1 and not one.is_sparse
+    if certain and named[0].name in used:
       bundles = named[0].texts.get("bundles", "")
       kept = _OPERAND_IN_VMEM.findall(bundles)
       spilled = set(_SPILLED.findall(bundles))
@@ -188,14 +202,21 @@ def with_used(
         used_vmem_bytes=used[named[0].name],
         kept_by_xla=tuple(sorted({int(n) for n in kept})),
         spilled_bytes=len(spilled) * _REGISTER_BYTES,
+        staged_bytes=sum(map(_staged_bytes, _STAGED.findall(bundles))),
       )
     filled.append(one)
   return tuple(filled)
 
 
+def _staged_bytes(shape: str) -> int:
+  """Words of a scalar operand, padded to a row of 128."""
+  words = math.prod(int(n) for n in shape.split(",") if n)
+  return -(-words // 128) * 128 * 4
+
+
 def _used_by_instruction(hlo: str) -> dict[str, int]:
   used = {}
-  for line in hlo.splitlines():
+  for line in dumps.statements(hlo):
     instruction, found = _INSTRUCTION.match(line), _USED.search(line)
     if instruction and found:
       used[instruction[1]] = sum(
