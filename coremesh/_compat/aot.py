@@ -25,7 +25,7 @@ import jax.extend.core as jex_core
 from jaxlib.mlir import ir, passmanager
 import numpy as np
 
-_LOWERING = threading.Lock()
+_LOWERING = threading.RLock()
 
 
 # --- in the user's process --------------------------------------------------
@@ -70,7 +70,7 @@ class Lowered:
       args["tuple_args"],
       to_inputs,
       to_outputs,
-      None,
+      args["backend"],
       np.array(device_ids),
       dict(self.compiler_options),
     )
