@@ -335,3 +335,26 @@ def test_a_loop_of_five_million_rounds_is_not_run_round_by_round():
 def test_a_loop_that_is_proven_never_to_end_is_an_error():
   with pytest.raises(UnsupportedError, match="bundle 0x0 has no end"):
     _trace("%1 = sbr.rel target bundleno = 0 (0x0)", "%2 = sfence")
+
+
+def _general(source: str, other_flag: int) -> tuple[str, ...]:
+  """A copy by a table of strides."""
+  return (
+    "%s1_s0 = smov 64 ;; %s2_s1 = smov 128",
+    f"%s3_s2 = scalar_lea.{source} %s1_s0, 8 ;;"
+    " %s4_s3 = scalar_lea.vmem %s2_s1, 0",
+    "%5 = dma.general /*src=*/%s3_s2, /*size_in_granules=*/77,"
+    f" /*dst=*/%s4_s3, /*dst_syncflagno=*/9, /*src_syncflagno=*/{other_flag},"
+    " /*stridedescaddr=*/[#allocation6]",
+  )
+
+
+def test_a_copy_by_a_table_of_strides_moves_its_bytes():
+  [event] = _trace(*_general("hbm", 131072)).each_event()
+  assert (event.kind, event.flag, event.amount) == ("read", 9, 77)
+
+
+@pytest.mark.parametrize(("source", "flag"), [("vmem", 131072), ("hbm", 5)])
+def test_a_copy_that_may_leave_the_core_is_refused(source, flag):
+  with pytest.raises(UnsupportedError, match="to another core or device"):
+    _trace(*_general(source, flag))

@@ -128,12 +128,17 @@ def _value(
     if not isinstance(leaf, np.ndarray) or leaf.shape != sizes:
       return None
     return leaf if leaf.dtype == _WORDS[shape["type"]] else None
-  if instruction.opcode == "constant" and len(sizes) <= 1:
-    words = re.findall(
-      r"-?[\d.]+(?:e[+-]?\d+)?", ",".join(instruction.operands)
-    )
+  if instruction.opcode == "broadcast":
+    # Of one number: group sizes that are all alike, say.
+    inner = _value(program, instruction.operands[0], leaves)
+    if inner is None or inner.size != 1:
+      return None
+    return np.full(sizes, inner.ravel()[0])
+  if instruction.opcode == "constant":
+    text = re.sub(r"/\*.*?\*/", "", ",".join(instruction.operands))
+    words = re.findall(r"-?[\d.]+(?:e[+-]?\d+)?", text)
     value = np.array(words).astype(_WORDS[shape["type"]])
-    return value.reshape(sizes) if value.size == np.prod(sizes) else None
+    return value.reshape(sizes) if value.size == math.prod(sizes) else None
   return None
 
 
@@ -142,6 +147,8 @@ def _laid_out(value: np.ndarray, shape: str) -> np.ndarray | None:
   match = _SHAPE.match(shape)
   if match is None or match["type"] not in _WORDS or value.size > 1 << 18:
     return None
+  if value.ndim == 0:
+    return value.reshape(1).view(np.uint32)
   order = [int(n) for n in (match["order"] or "").split(",") if n]
   # A tile of tiles, as 16-bit types have, has no place here.
   if order != list(range(value.ndim))[::-1] or (match["more"] or "").startswith(
@@ -163,6 +170,23 @@ def _laid_out(value: np.ndarray, shape: str) -> np.ndarray | None:
     split = words.reshape(*leading, rows // r, r, columns // c, c)
     words = np.moveaxis(split, -3, -2)
   return np.ascontiguousarray(words).ravel()
+
+
+def twin(
+  program: dict[str, Instruction], name: str, names: Sequence[str]
+) -> str | None:
+  """An instruction among `names` that does the same to the same types."""
+  wanted = _signature(program, name)
+  for other in names:
+    if other in program and _signature(program, other) == wanted:
+      return other
+  return None
+
+
+def _signature(program: dict[str, Instruction], name: str) -> tuple[str, ...]:
+  instruction = program[name]
+  operands = [program[o].shape for o in instruction.operands if o in program]
+  return instruction.opcode, instruction.shape, *operands
 
 
 def first_bytes(shape: str) -> int:

@@ -98,7 +98,7 @@ def predict(
       text = "it is in a loop or a branch of XLA's; counted once"
       found = dataclasses.replace(found, assumed=(*found.assumed, text))
     predicted.append(found)
-  copies, others = _around(program, compiled, device)
+  copies, others = _around(program, compiled, predicted, device)
   return Prediction(
     chip=compiled.chip,
     operations=(*copies, *predicted),
@@ -280,16 +280,32 @@ def _hottest(
 
 
 def _around(
-  program: Mapping[str, hlo.Instruction], compiled: Compiled, chip: chips.Chip
+  program: dict[str, hlo.Instruction],
+  compiled: Compiled,
+  predicted: Sequence[OperationPrediction],
+  chip: chips.Chip,
 ) -> tuple[list[OperationPrediction], list[str]]:
-  """Copies of XLA's into VMEM, and what else has no machine code of its own."""
+  """Copies of XLA's into VMEM, and what else has no machine code of its own.
+
+  libtpu writes the code of equal copies once.
+  """
   with_code = {o.name for o in compiled.operations}
+  of_name = {o.name: o for o in predicted}
   copies, others = [], []
   for instruction in program.values():
     if not instruction.is_entry or instruction.name in with_code:
       continue
     if instruction.opcode == "copy-start":
       copies.append(_copy(instruction, chip))
+    elif instruction.opcode == "copy" and (
+      other := hlo.twin(program, instruction.name, list(of_name))
+    ):
+      text = f"it has no code of its own; assumed to run that of {other}"
+      copies.append(
+        dataclasses.replace(
+          of_name[other], name=instruction.name, assumed=(text,)
+        )
+      )
     elif instruction.opcode not in _FREE:
       others.append(
         f"{instruction.name}: {instruction.opcode} of XLA's, without machine"

@@ -27,6 +27,10 @@ _ALLOCATIONS_START = 0x40000
 _SPILLS_START = 0x30000000
 _MOST_POINTER = 1 << 31
 
+_POINTERS = ("scalar_lea.", "int_to_ptr.", "inlined_call_operand.")
+# What a copy that signals nobody but its receiver names as its other semaphore.
+_NO_FLAG = 131072
+
 # A loop whose end depends on data that is not given runs so often.
 ASSUMED_TRIPS = 4
 _MOST_ROUNDS = 5_000_000
@@ -245,6 +249,7 @@ class _Core:
     self._delay_slots = delay_slots
     self._data = operands
     self._bases = _bases(program)
+    self._spaces = _spaces(program)
     self._places = _places(program, hbm_unit_bytes)
     self._leaders = {s.target for s in program.slots if s.target is not None}
     self._events: list[Event | Repeat] = []
@@ -414,6 +419,7 @@ class _Core:
       pc,
       leaders=self._leaders,
       bases=self._bases,
+      spaces=self._spaces,
       delay=self._delay_slots,
     )
     run = stretch.bind(
@@ -526,6 +532,22 @@ class _Core:
     kind = "read" if source == "hbm" else "write" if place == "hbm" else "local"
     self._event(cycle, kind, bundle, flag, size)
 
+  def general(
+    self,
+    cycle: int,
+    bundle: int,
+    source: str,
+    place: str,
+    flag: Word,
+    size: Word,
+    other_flag: Word,
+  ) -> None:
+    """A copy by a table of strides, which are not modelled."""
+    if isinstance(other_flag, Unknown) or other_flag != _NO_FLAG:
+      # One that also signals its sender goes to another core or device.
+      self.refuse(bundle, "dma.general", ())
+    self.dma(cycle, bundle, source, place, flag, size, 0, 0)
+
   def wait(self, cycle: int, bundle: int, flag: Word, amount: Word) -> None:
     """`dma.done.wait`."""
     self._event(cycle, "wait", bundle, flag, amount)
@@ -620,6 +642,15 @@ def _bases(program: Program) -> dict[str, int]:
       step = len(bases) - spills
       bases[name] = _ALLOCATIONS_START + step * _ALLOCATION_STEP
   return bases
+
+
+def _spaces(program: Program) -> dict[int, str]:
+  """The memory each value that is a pointer points to."""
+  spaces = {}
+  for slot in program.slots:
+    if slot.result is not None and slot.opcode.startswith(_POINTERS):
+      spaces[slot.result.value] = slot.opcode.rpartition(".")[2]
+  return spaces
 
 
 def _allocations(program: Program) -> Iterator[str]:

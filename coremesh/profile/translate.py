@@ -91,6 +91,7 @@ def translate(
   *,
   leaders: Set[int],
   bases: Mapping[str, int],
+  spaces: Mapping[int, str],
   delay: int,
 ) -> Stretch:
   """The stretch that starts at a bundle.
@@ -100,6 +101,7 @@ def translate(
     start: the first.
     leaders: where branches go to.
     bases: the address of each allocation.
+    spaces: the memory that each value which is a pointer points to.
     delay: how many bundles after a branch are run before it is taken.
   """
   branch, end = None, len(bundles)
@@ -117,7 +119,7 @@ def translate(
       branch, end = (index, slots[0]), min(index + 1 + delay, len(bundles))
     if branch is not None and index + 1 == end:
       break
-  writer = _Writer(bases)
+  writer = _Writer(bases, spaces)
   for bundle in bundles[start:end]:
     writer.bundle(bundle, bundle.index - start)
   source = writer.source()
@@ -138,8 +140,9 @@ def _key(register: Register) -> int:
 class _Writer:
   """Writes the Python of one stretch."""
 
-  def __init__(self, bases: Mapping[str, int]):
+  def __init__(self, bases: Mapping[str, int], spaces: Mapping[int, str]):
     self._bases = bases
+    self._spaces = spaces
     self.causes: list[values.Unknown] = []
     self._lines: list[str] = []
     self._loaded: set[int] = set()
@@ -435,4 +438,16 @@ class _Writer:
         flag, size = named["dst_syncflagno"], named["size_in_granules"]
         ends = f"{named.get(source)}, {named.get(place)}"
         return f"H.dma({at}, {source!r}, {place!r}, {flag}, {size}, {ends})"
+    if opcode == "dma.general":
+      source, place = (self._space(slot.operand(n)) for n in ("src", "dst"))
+      if {source, place} == {"hbm", "vmem"}:
+        flag, size = named["dst_syncflagno"], named["size_in_granules"]
+        other = named["src_syncflagno"]
+        ends = f"{source!r}, {place!r}, {flag}, {size}, {other}"
+        return f"H.general({at}, {ends})"
     return f"H.refuse({bundle}, {opcode!r}, {slot.notes[:1]!r})"
+
+  def _space(self, operand: Operand | None) -> str | None:
+    """The memory a pointer is to, if the slot that made it says so."""
+    is_register = isinstance(operand, Register)
+    return self._spaces.get(operand.value) if is_register else None
