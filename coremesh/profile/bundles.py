@@ -76,7 +76,7 @@ class Slot:
 
   Attributes:
     opcode: its name, such as "sadd.s32".
-    result: the register it writes, if it does.
+    result: the scalar or predicate register it writes, if it does.
     token: the number of what it hands on without a register.
     predicate: it takes effect if this register says so.
     otherwise: what the result is if not; None: what it was.
@@ -232,10 +232,10 @@ def _slot(text: str, cache: dict[str, Register]) -> Slot:
     source = next((n[4:] for n in found if n.startswith("loc ")), None)
     notes = tuple(n for n in found if not n.startswith("loc "))
   result, token = None, None
-  if match["result"]:
-    result = _register(f"%{match['result']}", cache)
-    if result is None and match["result"].isdigit():
-      token = int(match["result"])
+  if (name := match["result"]) and name[0] != "v":
+    result = _register(f"%{name}", cache)
+    if result is None and name.isdigit():
+      token = int(name)
   if opcode[0] == "v" and not opcode.startswith(_CONTROL):
     return Slot(
       opcode=opcode, result=result, token=token, source=source, notes=notes
