@@ -12,7 +12,7 @@ import pytest
 
 import coremesh as cm
 from coremesh.compiler import usage
-from coremesh.errors import CompileError, UnsupportedError
+from coremesh.errors import ChipError, CompileError, UnsupportedError
 from tests import support
 
 every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
@@ -165,6 +165,102 @@ def test_a_kernel_that_cannot_be_traced_raises_the_error_of_the_tracer():
   x = jax.ShapeDtypeStruct((1000, 128), _F32)
   with pytest.raises(Exception, match="source and target shape mismatch"):
     cm.compile(_over(kernel, "v5p"), x)
+
+
+_X = jax.ShapeDtypeStruct((16, 128), _F32)
+
+
+def _block_kernel(x_ref, o_ref):
+  o_ref[...] = x_ref[...] * 2
+
+
+def _plain(x):
+  """Kernels that know nothing of coremesh, and operations of XLA's."""
+  return pl.pallas_call(_block_kernel, out_shape=_X)(jnp.sin(x)) + 1
+
+
+@every_chip
+@pytest.mark.parametrize("wrap", [jax.jit, lambda fn: fn])
+def test_a_chip_is_enough_for_a_function_of_one_device(wrap, chip):
+  for target in (chip, cm.chip(chip)):
+    compiled = cm.compile(wrap(_plain), _X, chip=target)
+    assert compiled.chip == cm.chip(chip).name and compiled.num_devices == 1
+    assert "func.func @_block_kernel" in compiled.text("mosaic")
+    assert "sine" in compiled.text("hlo")
+
+
+def test_a_kernel_of_coremeshs_takes_a_chip_too():
+  [kernel] = cm.compile(_double("v5p"), _X, chip="v5p").kernels
+  assert kernel.name == "double" and not kernel.is_simulated
+
+
+def test_an_abstract_mesh_is_refused():
+  mesh = jax.sharding.AbstractMesh(
+    (4,),
+    ("device",),
+    axis_types=(jax.sharding.AxisType.Auto,),
+    abstract_device=cm.chip("v5p").abstract_device(platform="tpu"),
+  )
+  fn = jax.shard_map(
+    _double("v5p"), mesh=mesh, in_specs=P("device"), out_specs=P("device")
+  )
+  x = jax.ShapeDtypeStruct((64, 128), _F32)
+  with pytest.raises(
+    UnsupportedError, match="several devices that do not compile"
+  ):
+    cm.compile(fn, x, chip="v5p:2x2x1")
+
+
+def test_options_of_jit_are_heeded():
+  def transposed(x_ref, o_ref):
+    o_ref[...] = x_ref[...] + x_ref[...].T
+
+  x = jax.ShapeDtypeStruct((512, 512), _F32)
+  kernel = pl.pallas_call(transposed, out_shape=x)
+  options = {"xla_tpu_scoped_vmem_limit_kib": "1024"}
+  assert cm.compile(jax.jit(kernel), x, chip="v5p")
+  with pytest.raises(CompileError, match="1.00M are allowed"):
+    fn = jax.jit(kernel, compiler_options=options)
+    cm.compile(fn, x, chip="v5p")
+
+
+def test_a_chip_that_is_not_that_of_the_mesh_is_refused():
+  fn = _over(_double("v5p"), "v5p")
+  with pytest.raises(
+    ChipError, match="chip is v6e:2x2, but the mesh .* 'TPU v5'"
+  ):
+    cm.compile(fn, _X, chip="v6e")
+
+
+@pytest.mark.parametrize("chip", ["v9", "v6e:3x5x7"])
+def test_a_chip_that_is_not_there_is_refused(chip):
+  with pytest.raises(ChipError):
+    cm.compile(_plain, _X, chip=chip)
+
+
+def test_a_program_that_calls_back_is_refused():
+  def fn(x):
+    jax.debug.print("{}", x[0, 0])
+    return x
+
+  with pytest.raises(UnsupportedError, match="calls back to Python"):
+    cm.compile(fn, _X, chip="v6e")
+
+
+def test_a_kernel_may_print():
+  def body(x_ref, o_ref):
+    pl.debug_print("here")
+    o_ref[...] = x_ref[...]
+
+  kernel = pl.pallas_call(body, out_shape=_X)
+  assert cm.compile(kernel, _X, chip="v6e").code_bytes
+
+
+def test_a_missing_compiler_is_said(monkeypatch):
+  none = lambda: {"jax": "0.12", "jaxlib": "0.12", "libtpu": "none"}
+  monkeypatch.setattr("coremesh._compat.aot.versions", none)
+  with pytest.raises(UnsupportedError, match="libtpu, .* is not installed"):
+    cm.compile(_plain, _X, chip="v6e")
 
 
 # --- usage against libtpu --------------------------------------------------

@@ -44,7 +44,6 @@ class Lowered:
     num_devices: how many it is for.
     topology: the slice of those devices, serialised; None unless they are
       TPUs.
-    has_callbacks: whether it calls back to Python.
     lowering: JAX's own object; it knows the rest.
     compiler_options: those of `jax.jit`.
   """
@@ -55,7 +54,6 @@ class Lowered:
   device_ids: tuple[int, ...] | None
   num_devices: int
   topology: bytes | None
-  has_callbacks: bool
   lowering: Any
   compiler_options: dict[str, Any]
 
@@ -100,7 +98,6 @@ def lower(traced: jax.stages.Traced) -> Lowered:
     device_ids=tuple(d.id for d in devices) or None,
     num_devices=args["num_devices"],
     topology=topology,
-    has_callbacks=bool(args["host_callbacks"]),
     lowering=lowering,
     compiler_options=dict(lowering._compiler_options_kvs),
   )

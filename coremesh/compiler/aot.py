@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import importlib.util
 import os
+import pathlib
 import re
 import time
 from typing import Any
@@ -29,6 +31,7 @@ from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
 _RESULT_VERSION = "2"
+_CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ def compile(  # pylint: disable=redefined-builtin
   asked = chips.chip(chip) if isinstance(chip, str) else chip
   jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
   lowered, jaxpr = _lowered(jitted, args, asked)
-  target = _target(lowered, asked)
+  target = _target(lowered, asked, jaxpr)
   kernels = tuple(usage.of_program(jaxpr))
   _check_cores(kernels, target.chip, jaxpr)
   words = _flag_words(flags or {})
@@ -160,6 +163,7 @@ def _lowered(
     warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
     traced = jitted.trace(*jax.tree.map(_shape_of, args))
     jaxpr = traced.jaxpr.jaxpr
+    _check_callbacks(jaxpr)
     if any(k.is_simulated for k in usage.of_program(jaxpr)):
       raise _compiled_for(["cpu"])
     try:
@@ -173,13 +177,10 @@ def _lowered(
       raise _refusal(text, jaxpr, before, said=causes) from error
 
 
-def _target(lowered: jax_aot.Lowered, chip: chips.Chip | None) -> _Target:
+def _target(
+  lowered: jax_aot.Lowered, chip: chips.Chip | None, jaxpr: jex_core.Jaxpr
+) -> _Target:
   """The devices a program is for: those it was traced over, or the chip's."""
-  if lowered.has_callbacks:
-    raise errors.UnsupportedError(
-      "fn calls back to Python (jax.debug.print, pure_callback, io_callback),"
-      " which a program that is compiled elsewhere cannot. Leave them out."
-    )
   if lowered.topology is not None and lowered.device_ids is not None:
     kind = lowered.device_kind
     of_kind = chips.chip_of_device_kind(kind)
@@ -195,15 +196,37 @@ def _target(lowered: jax_aot.Lowered, chip: chips.Chip | None) -> _Target:
       serialized=lowered.topology,
       device_ids=lowered.device_ids,
     )
-  if chip is None or lowered.num_devices > chip.num_devices:
+  spans = [
+    eqn.params["mesh"].size
+    for eqn in _compat.walk(jaxpr)
+    if eqn.primitive.name == "shard_map"
+  ]
+  if lowered.device_ids is None or (chip and max(spans, default=1) > 1):
+    raise errors.UnsupportedError(
+      "fn is over a mesh of several devices that do not compile. Make it over"
+      ' chip.device_mesh(..., on="compiler").'
+    )
+  if chip is None or lowered.num_devices > 1:
     raise _compiled_for([lowered.platform])
   return _Target(
     name=chip.name,
     chip=chip,
     slice_name=(chip.name, chip.version.supports_megacore),
     serialized=None,
-    device_ids=tuple(range(lowered.num_devices)),
+    device_ids=(0,),
   )
+
+
+def _check_callbacks(jaxpr: jex_core.Jaxpr) -> None:
+  names = {eqn.primitive.name for eqn in _compat.walk(jaxpr)}
+  if not names & _CALLBACKS:
+    return
+  outside = {s.operation for s in sites.of_program(jaxpr) if not s.kernels}
+  if found := outside & _CALLBACKS:  # A kernel prints by itself.
+    raise errors.UnsupportedError(
+      f"fn calls back to Python ({', '.join(sorted(found))}), which a program"
+      " that is compiled in another process cannot. Leave it out."
+    )
 
 
 def _check_cores(
@@ -271,7 +294,7 @@ def _key(
       "options": request["options"],
       "device_ids": repr(request["device_ids"]),
       "flags": repr(flags),
-      "library": os.environ.get("TPU_LIBRARY_PATH", ""),
+      "library": _other_library(),
       "versions": repr(jax_aot.versions()),
       "result": _RESULT_VERSION,
     }
@@ -284,6 +307,7 @@ def _ask(
   seconds: float,
   jaxpr: jex_core.Jaxpr,
 ) -> dict[str, Any]:
+  _check_libtpu()
   answer = workers.pool().ask(request, flags=flags, seconds=seconds)
   if isinstance(answer, workers.Silence):
     kernels = [s for s in sites.of_program(jaxpr) if s.is_kernel]
@@ -294,12 +318,30 @@ def _ask(
       flags=flags,
       with_empty=next(iter(empty), None),
     )
+  if "no_chip" in answer:
+    raise errors.ChipError(answer["no_chip"])
   if "refused" in answer:
     text = answer["refused"]
     raise _refusal(text, jaxpr, jax_aot.frames_in(text))
   if "failed" in answer:
     raise failures.of_reading(answer["failed"])
   return answer
+
+
+def _check_libtpu() -> None:
+  if jax_aot.versions()["libtpu"] == "none" and not _other_library():
+    raise errors.UnsupportedError(
+      "libtpu, the TPU compiler, is not installed. Install it with the package"
+      " jax[tpu], on Linux."
+    )
+
+
+def _other_library() -> str:
+  """The libtpu the user names; "" for the installed one, which JAX names."""
+  named = os.environ.get("TPU_LIBRARY_PATH", "")
+  installed = importlib.util.find_spec("libtpu")
+  folders = (installed and installed.submodule_search_locations) or []
+  return "" if str(pathlib.Path(named).parent) in folders else named
 
 
 def _refusal(

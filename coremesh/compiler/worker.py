@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from coremesh import topology
+from coremesh import errors, topology
 from coremesh._compat import aot
 from coremesh.compiler import dumps
 
@@ -52,6 +52,8 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     return _compiled(request, folder)
   except jax.errors.JaxRuntimeError as error:
     return {"refused": str(error)}
+  except errors.ChipError as error:
+    return {"no_chip": str(error)}
   except Exception:
     return {"failed": traceback.format_exc()}
   finally:
