@@ -23,7 +23,7 @@ ENTRY %main.1 (a.1: s32[4], b.1: f32[8,128]) -> f32[8,128] {
   %f.1 = s32[4]{0:T(128)} fusion(%a.1), kind=kLoop, calls=%fused
   %copy-start = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%b.1)
   %copy-done = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%copy-start)
-  ROOT %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%copy.1, %copy-done, %c.1, %d.1, %e.1, %f.1), custom_call_target="tpu_custom_call"
+  ROOT %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%copy.1, %copy-done, %c.1, %d.1, %e.1, /*index=5*/%f.1, %e.1), custom_call_target="tpu_custom_call"
 }
 """  # noqa: E501
 
@@ -47,6 +47,7 @@ def test_constants_are_read_and_laid_out_in_tiles():
   assert tile[:, :3].tolist() == [[1, 2, 3], [4, -5, 6]]
   assert found[3].tolist() == [7]
   assert found[4][:3].tolist() == [7, 7, 7]
+  assert found[6][:3].tolist() == [7, 7, 7]  # after a comment with its number
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_instructions_of_the_main_computation_are_told_apart():
   assert program["f.1"].is_entry and not program["n.1"].is_entry
   assert program["f.1"].opcode == "fusion"
   assert program["copy-start"].operands == ("b.1",)
+  assert program["k.1"].operands[5:] == ("f.1", "e.1")
 
 
 def test_the_first_of_a_tuple_counts():

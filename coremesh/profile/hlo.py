@@ -77,7 +77,8 @@ def _closing(text: str, start: int) -> int:
 
 
 def _operands(inner: str) -> list[str]:
-  text = inner[: _closing(inner, 0)]
+  # Comments number the operands from the sixth on.
+  text = re.sub(r"/\*.*?\*/", "", inner[: _closing(inner, 0)])
   if "{" in text:  # a constant
     return [text]
   return [w.split(" ")[-1].lstrip("%") for w in text.split(", ") if w]
@@ -135,7 +136,7 @@ def _value(
       return None
     return np.full(sizes, inner.ravel()[0])
   if instruction.opcode == "constant":
-    text = re.sub(r"/\*.*?\*/", "", ",".join(instruction.operands))
+    text = ",".join(instruction.operands)
     words = re.findall(r"-?[\d.]+(?:e[+-]?\d+)?", text)
     value = np.array(words).astype(_WORDS[shape["type"]])
     return value.reshape(sizes) if value.size == math.prod(sizes) else None
