@@ -177,6 +177,7 @@ def test_another_chip_than_that_compiled_for_is_an_error():
   compiled = _compiled(profiling.double, "v5p:2x2x1", 1024)
   with pytest.raises(ChipError, match="compiled for v5p:2x2x1. Leave chip out"):
     cm.predict(compiled, chip="v6e:2x2")
+  cm.predict(compiled, chip="v5p:4x4x4")  # Its devices are the same.
 
 
 def test_a_kernel_of_cores_that_signal_each_other_is_an_error():

@@ -68,7 +68,8 @@ def predict(
   if isinstance(compiled_or_fn, Compiled):
     compiled = compiled_or_fn
     asked = chips.chip(chip) if isinstance(chip, str) else chip
-    if asked is not None and asked.name != compiled.chip:
+    made_for = _chip_of(compiled)
+    if asked is not None and asked.generation != made_for.generation:
       raise errors.ChipError(
         f"chip is {asked.name}, but the program was compiled for"
         f" {compiled.chip}. Leave chip out."
