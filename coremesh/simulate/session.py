@@ -84,7 +84,11 @@ class Simulation:
     return timelines.in_sequence(found)
 
   def error(self) -> SimulationError | None:
-    """What the last run raised, None if it ended well."""
-    if not self.runs or not self.runs[-1].findings:
-      return None
-    return error_of(self.runs[-1].findings)
+    """What the last run that was wrong raised, None if none was.
+
+    A device that runs on its own may end well after another has failed.
+    """
+    for run in reversed(self.runs):
+      if any(not f.is_warning for f in run.findings):
+        return error_of(run.findings)
+    return None
