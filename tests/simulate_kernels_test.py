@@ -296,6 +296,20 @@ def test_control_flow(kind, count):
   np.testing.assert_array_equal(o, expected)
 
 
+def test_an_operand_of_rank_0():
+  def body(scale, x, o):
+    o[...] = x[...] * scale[...]
+
+  def call(scale, x):
+    specs = [pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec()]
+    return pl.pallas_call(body, _out(*_SLAB), in_specs=specs)(scale, x)
+
+  x = _floats(*_SLAB)
+  with cm.simulation() as run:
+    np.testing.assert_array_equal(call(np.float32(3), x), 3 * x)
+  assert not run.findings
+
+
 def test_scopes_inside_loops():
   x = _floats(*_SLAB)
 

@@ -230,7 +230,7 @@ class Memories(state.State):
       if isinstance(step, tuple):
         outer, part = part, part[step]
         if part.__class__ is not np.ndarray:  # One element: keep it a view.
-          part = outer[tuple(slice(i, i + 1) for i in step)]
+          part = outer[(*step, ...)]
       elif isinstance(step, memory.Rows) and i == len(steps) - 1:
         key = memory.kept_key(step)
       else:
