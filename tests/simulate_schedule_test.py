@@ -3,11 +3,13 @@
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import coremesh as cm
-from tests import support
+from tests import simulating, support
 
 _X = np.arange(32 * 128, dtype=np.float32).reshape(32, 128)
 
@@ -58,3 +60,89 @@ def test_a_worker_that_polls_sees_the_copy_arrive(polled, dma):
 
   y = support.over_devices(polls, mesh)(_X)
   np.testing.assert_array_equal(y, _X)
+
+
+def test_a_worker_that_spins_lets_a_copy_end():
+  def spins(x_hbm, o_hbm, flag, mine):
+    subcore = jax.lax.axis_index("subcore")
+
+    @pl.when(subcore == 0)
+    def _():
+      flag[0] = 0
+
+    plsc.subcore_barrier()
+
+    @pl.when(subcore == 0)
+    def _():
+      pltpu.sync_copy(x_hbm, mine)
+      pltpu.sync_copy(mine, o_hbm)
+      plsc.fetch_and_add(flag.at[0], 1, subcore_id=0)
+
+    @pl.when(subcore == 1)
+    def _():
+      look = lambda _: plsc.fetch_and_add(flag.at[0], 0, subcore_id=0)
+      jax.lax.while_loop(lambda seen: seen == 0, look, jnp.int32(0))
+
+    plsc.subcore_barrier()
+
+  x = np.arange(16, dtype=np.int32)
+  made = simulating.kernel(
+    spins,
+    x,
+    out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    cores=lambda chip: chip.vector_subcores(num_cores=1, num_subcores=2),
+    compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
+    scratch_types=[pltpu.SMEM((1,), np.int32), pltpu.VMEM((16,), np.int32)],
+  )
+  for seed in range(4):
+    (y,) = made.run(x, seed=seed, max_turns=20_000)
+    np.testing.assert_array_equal(y, x)
+
+
+def test_a_worker_that_signals_while_it_polls_lets_a_copy_end():
+  def ticks(x_hbm, o_hbm, mine, copied, tick):
+    copy = pltpu.async_copy(x_hbm.at[pl.ds(0, 8)], mine, copied)
+
+    def look(_):
+      pl.semaphore_signal(tick, 1)
+      pl.semaphore_wait(tick, 1)
+      return pl.semaphore_read(copied)
+
+    jax.lax.while_loop(lambda count: count == 0, look, jnp.int32(0))
+    copy.wait()
+    pltpu.sync_copy(mine, o_hbm)
+
+  made = _on_tensor_cores(ticks, pltpu.SemaphoreType.DMA, _REGULAR, cores=1)
+  (y,) = made.run(_X, max_turns=20_000)
+  np.testing.assert_array_equal(y, _X[:8])
+
+
+def test_workers_that_poll_for_what_never_comes_are_named():
+  def polls(x_hbm, o_hbm, mine, done):
+    @pl.when(jax.lax.axis_index("core") == 0)
+    def _():
+      _poll(done)
+
+    pltpu.sync_copy(x_hbm.at[pl.ds(0, 8)], mine)
+    pltpu.sync_copy(mine, o_hbm)
+
+  made = _on_tensor_cores(polls, _REGULAR, cores=2)
+  text = simulating.caught(made, "endless", _X, seeds=range(3))
+  assert "1 of 2 workers only poll" in text
+  assert "device 0, core 0 polls by semaphore_read of 'done' at" in text
+  assert "simulate_schedule_test.py" in text
+  assert "turns nothing has changed" in text
+
+
+_REGULAR = pltpu.SemaphoreType.REGULAR
+
+
+def _on_tensor_cores(body, *semaphores, cores):
+  slab = (8, 128)
+  return simulating.kernel(
+    body,
+    _X,
+    out=jax.ShapeDtypeStruct(slab, np.float32),
+    cores=lambda chip: chip.tensor_cores("core", cores),
+    scratch_types=[pltpu.VMEM(slab, np.float32), *semaphores],
+  )

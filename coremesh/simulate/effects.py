@@ -39,7 +39,7 @@ def _semaphore_read(em: emitter.Emitter, eqn: Any) -> None:
   site = em.site(f"semaphore_read of {part.declaration.name!r}")
   # A loop that polls must let the others run.
   em.line("yield")
-  em.bind(eqn, [em.let(f"m.observe(w, {part.semaphore(site)})")])
+  em.bind(eqn, [em.let(f"m.observe(w, {part.semaphore(site)}, {site})")])
 
 
 def _barrier_semaphore(em: emitter.Emitter, eqn: Any) -> None:

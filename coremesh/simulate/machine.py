@@ -68,6 +68,7 @@ class Machine(signals.Signals):
     if transfer.dst.is_input:
       self._report_input(transfer.dst, transfer, transfer.site)
     self.pending.pop(transfer, None)
+    self.changes += 1
     transfer.is_done = True
     if self.races:
       transfer.event += 1

@@ -190,6 +190,7 @@ class Memories(state.State):
       changes = lambda: memory.changes(buffer.data, steps, value)
       self._note(buffer, steps, number, worker.clock, changes)
     memory.write(buffer.data, steps, value)
+    self.changes += 1
 
   def fetch_and_add(
     self,
@@ -213,6 +214,9 @@ class Memories(state.State):
         worker.acquire(self._atomic_clocks[buffer.family])
       self._atomic_clocks[buffer.family] = worker.release()
     buffer.data[key] = old + value
+    self.polls += 1
+    self.changes += bool(value)
+    worker.polled_at = site
     return old
 
   # --- races -----------------------------------------------------------------

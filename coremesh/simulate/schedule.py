@@ -6,7 +6,10 @@ import math
 from coremesh.simulate import findings, machine, memory
 
 _MAX_LISTED = 12
-_MAX_POLLS = 16
+# Turns with polls until a DMA is done, if all are as late as can be; turns of
+# each worker, without a change, after which those that poll do so for ever.
+_MAX_POLLS = 64
+_MAX_IDLE = 10_000
 
 
 def run(
@@ -26,7 +29,8 @@ def run(
   """
   rng, ready = mach.rng, mach.ready
   most = math.inf if mach.max_turns is None else mach.max_turns
-  num_polls = 0  # Turns in a row in which a worker polled.
+  num_polls = 0  # Turns with polls since a DMA was done for their sake.
+  num_idle, changes = 0, 0  # Turns in a row in which nothing changed.
   while True:
     if mach.dma == "random" and mach.pending and rng.random() < 0.3:
       _deliver_any(mach)
@@ -43,12 +47,19 @@ def run(
       try:
         next(worker.program)
       except StopIteration:
+        num_idle = 0
         continue
       if worker.blocked_on is None:
         ready.append(worker)
-      num_polls = num_polls + 1 if mach.polls > polls else 0
+      if mach.polls == polls:
+        continue
+      num_polls += 1
+      num_idle = num_idle + 1 if mach.changes == changes else 0
+      changes = mach.changes
+      if num_idle > _MAX_IDLE * len(ready):
+        _stop_polling(mach, num_idle)
       if num_polls > 2 * len(ready) + _MAX_POLLS:
-        # Nobody else has anything to do: what they poll for is under way.
+        # Perhaps what they poll for is under way.
         num_polls = 0
         if not _deliver_due(mach) and mach.pending:
           _deliver_any(mach)
@@ -68,6 +79,20 @@ def _give_up(mach: machine.Machine) -> None:
     f"its workers have taken {mach.turns} turns and still run. Look for a"
     " worker that polls for a signal that never comes.",
   )
+
+
+def _stop_polling(mach: machine.Machine, num_turns: int) -> None:
+  polling = [w for w in mach.ready if w.polled_at is not None]
+  lines = [f"{len(polling)} of {len(mach.workers)} workers only poll:"]
+  lines += [f"  {w} polls by {w.polled_at}" for w in polling[:_MAX_LISTED]]
+  if len(polling) > _MAX_LISTED:
+    lines.append(f"  ... and {len(polling) - _MAX_LISTED} more")
+  lines.append(
+    f"  In their last {num_turns} turns nothing has changed in the machine: no"
+    " semaphore, no memory, no copy under way, no worker that ended. Look for a"
+    " signal or a copy that is missing."
+  )
+  mach.stop("endless", "\n".join(lines))
 
 
 def _deliver_any(mach: machine.Machine) -> None:

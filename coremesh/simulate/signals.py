@@ -40,8 +40,9 @@ class Signals(memories.Memories):
 
   def _raise(self, semaphore, amount, clock, by) -> None:
     semaphore.count += amount
+    self.changes += 1
     if amount > 0:
-      semaphore.signals.append([amount, clock, by])
+      semaphore.signals.append((amount, clock, by))
     worker = semaphore.waiter
     if worker is not None and semaphore.count >= worker.need:
       semaphore.waiter = None
@@ -64,30 +65,41 @@ class Signals(memories.Memories):
       return False
     if self.timeline is not None:
       self.timeline.take(worker, semaphore, amount, site, decrement)
+    if semaphore.signals:
+      self._learn(worker, semaphore, amount)
     if decrement:
       semaphore.count -= amount
-    if semaphore.signals:
-      self._take_signals(worker, semaphore, amount, decrement)
+      self.changes += 1
+      semaphore.taken += amount
+      if semaphore.count == 0 and not semaphore.arrivals:
+        semaphore.signals, semaphore.taken = [], 0
     return True
 
-  def _take_signals(self, worker, semaphore, amount, decrement) -> None:
-    """Learns what the senders of the oldest signals knew."""
-    signals = semaphore.signals
-    if not decrement:
-      signals = [list(signal) for signal in signals]
-    while amount > 0 and signals:
-      first = signals[0]
-      if self.races and first[1] is not None:
-        worker.acquire(first[1])
-      if first[0] > amount:
-        first[0] -= amount
-        break
-      amount -= first[0]
-      signals.pop(0)
+  def _learn(self, worker, semaphore, amount) -> None:
+    """Learns what the senders knew, whichever signals the wait has taken.
 
-  def observe(self, worker: Worker, semaphore: memory.Semaphore) -> np.int32:
+    A copy under way might have come first, so that it counts as a signal too.
+    """
+    if not self.races:
+      return
+    under_way = sum(transfer.num_bytes for transfer in semaphore.arrivals)
+    spare = semaphore.count + under_way - amount
+    sent = [
+      (n, clock) for n, clock, _ in semaphore.signals if clock is not None
+    ]
+    if spare == 0:
+      for _, clock in sent:
+        worker.acquire(clock)
+      return
+    sent += [(t.num_bytes, t.clock) for t in semaphore.arrivals]
+    worker.acquire(clocks.certain(sent, spare))
+
+  def observe(
+    self, worker: Worker, semaphore: memory.Semaphore, site: Site
+  ) -> np.int32:
     """The count, read without waiting; it tells of every signal so far."""
     self.polls += 1
+    worker.polled_at = site
     if self.timeline is not None and semaphore.count > 0:
       self.timeline.take(
         worker, semaphore, semaphore.count, "semaphore_read", decrement=False
@@ -99,6 +111,7 @@ class Signals(memories.Memories):
     return np.int32(semaphore.count)
 
   def block(self, worker: Worker, on: Any, need: int, site: Site) -> None:
+    self.changes += 1
     worker.blocked_on, worker.need, worker.blocked_at = on, need, site
     if isinstance(on, memory.Semaphore):
       if on.waiter is not None:
@@ -134,6 +147,7 @@ class Signals(memories.Memories):
     if self.timeline is not None:
       self.timeline.meet(worker, meeting, site)
     meeting.arrived.append(worker)
+    self.changes += 1
     if len(meeting.arrived) < meeting.size:
       self.block(worker, meeting, 0, site)
       return False

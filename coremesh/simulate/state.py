@@ -24,6 +24,8 @@ class State:
     races: whether to look for data races.
 
   Attributes:
+    polls: how often workers have looked at something without waiting for it.
+    changes: how often anything has changed that they could look at.
     meets: the signals of barrier semaphores, which outlive the kernel: who,
       which, what was known, and where.
     timeline: the `Recorder` of what workers do, None if nobody asked for it.
@@ -61,6 +63,7 @@ class State:
     self._credit = 0
     self.turns = 0
     self.polls = 0
+    self.changes = 0
     self.max_turns: int | None = None
     self.timeline: Any = None
 

@@ -37,6 +37,7 @@ class Worker:
     streams: its DMAs that raise no semaphore when they are done, and that it
       has not waited for.
     blocked_on: the semaphore or meeting it waits for, None if it can run.
+    polled_at: where it last looked at something without waiting for it.
     busy_ps: picoseconds of its own work so far, if a timeline is asked for.
   """
 
@@ -53,6 +54,7 @@ class Worker:
     "mesh_index",
     "mxu",
     "need",
+    "polled_at",
     "prng",
     "program",
     "read_numbers",
@@ -77,6 +79,7 @@ class Worker:
     self.blocked_on: Any = None
     self.blocked_at: Any = None
     self.need = 0
+    self.polled_at: Any = None
     self.busy_ps = 0
     self.prng: Any = None
     self.mxu: Any = None
