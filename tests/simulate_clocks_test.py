@@ -228,3 +228,18 @@ def test_a_wider_clock_knows_the_same(known, threads):
   assert len(wide) >= threads
   np.testing.assert_array_equal(wide[: len(clock)], clock)
   assert not wide[len(clock) :].any()
+
+
+@pytest.mark.parametrize(
+  ("spare", "expected"),
+  [(0, [5, 9, 3]), (1, [5, 4, 0]), (2, [2, 0, 0]), (3, [0, 0, 0])],
+)
+def test_what_a_wait_must_have_been_told_whichever_signals_it_got(
+  spare, expected
+):
+  sent = [
+    (1, np.array([5, 9, 0])),
+    (1, np.array([5, 4, 3])),
+    (1, np.array([2])),
+  ]
+  np.testing.assert_array_equal(clocks.certain(sent, spare), expected)

@@ -42,6 +42,29 @@ def joined(mine: Clock, other: Clock) -> Clock:
   return result
 
 
+def certain(sent: Sequence[tuple[int, Clock]], spare: int) -> Clock:
+  """What one knows who has got some signals, and cannot tell which.
+
+  Args:
+    sent: signals that may be among them, each an amount and a clock.
+    spare: the amount by which the signals that were or may be sent exceed what
+      was got, so that signals of this amount in all may be missing.
+
+  Returns:
+    Of each thread the last event that signals of a larger amount know of: they
+    cannot all be missing.
+  """
+  width = max((len(clock) for _, clock in sent), default=0)
+  events = np.stack([widened(c, width)[:width] for _, c in sent])
+  amounts = np.array([amount for amount, _ in sent])
+  order = np.argsort(-events, axis=0, kind="stable")
+  known_to = np.cumsum(amounts[order], axis=0)
+  rows = np.argmax(known_to > spare, axis=0)
+  events = np.take_along_axis(events, order, axis=0)
+  chosen = np.take_along_axis(events, rows[None], axis=0)[0]
+  return np.where(known_to[-1] > spare, chosen, 0)
+
+
 def widened(clock: Clock, threads: int) -> Clock:
   """A clock with room for that many threads, itself if it has it."""
   if len(clock) >= threads:

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from coremesh.simulate import clocks
+from coremesh.simulate import clocks, packing
 
 _LANES = 128
 _SUBLANES = 8
@@ -51,14 +51,8 @@ def tile(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype, *, tiled: bool) -> int:
   """Bytes that an array takes in a memory, narrow elements packed."""
-  bits = 8 * dtype.itemsize
-  if dtype.kind == "V" and dtype.itemsize == 1:  # Of ml_dtypes.
-    try:
-      bits = ml_dtypes.iinfo(dtype).bits
-    except ValueError:
-      bits = ml_dtypes.finfo(dtype).bits
   full = padded_shape(shape, dtype) if tiled else shape
-  return -(-math.prod(full) * bits // 8)
+  return -(-math.prod(full) * packing.bits_of(dtype) // 8)
 
 
 def rounded_up(size: int, multiple: int) -> int:
@@ -165,18 +159,29 @@ class Semaphore:
 
   Attributes:
     count: its value.
-    signals: amounts not yet taken, each with its sender's clock and line.
+    signals: amounts, each with its sender's clock and line, of which waits
+      have not taken all.
+    taken: how much of these waits have taken. Which ones nobody can say.
     waiter: the worker blocked on it and the count it needs, or None.
     arrivals: DMAs under way that will signal it.
   """
 
-  __slots__ = ("arrivals", "bank", "count", "index", "signals", "waiter")
+  __slots__ = (
+    "arrivals",
+    "bank",
+    "count",
+    "index",
+    "signals",
+    "taken",
+    "waiter",
+  )
 
   def __init__(self, bank: "Bank", index: int):
     self.bank = bank
     self.index = index
     self.count = 0
-    self.signals: list[list[Any]] = []
+    self.signals: list[tuple[int, Any, Any]] = []
+    self.taken = 0
     self.waiter: Any = None
     self.arrivals: list[Any] = []
 
@@ -255,27 +260,14 @@ class Bitcast:
     self._old = self.dtype if old is None else np.dtype(old)
 
   def forward(self, array: np.ndarray) -> np.ndarray:
-    old, new = array.dtype.itemsize, self.dtype.itemsize
-    if old == new:
-      return array.view(self.dtype)
-    if array.ndim == 1:
-      return np.ascontiguousarray(array).view(self.dtype)
-    *outer, rows, lanes = array.shape
-    if old > new:
-      parts = np.ascontiguousarray(array)[..., None].view(self.dtype)
-      moved = np.moveaxis(parts, -1, -2)
-      return moved.reshape(*outer, rows * (old // new), lanes)
-    ratio = new // old
-    parts = array.reshape(*outer, rows // ratio, ratio, lanes)
-    parts = np.ascontiguousarray(np.moveaxis(parts, -2, -1))
-    return parts.view(self.dtype)[..., 0]
+    return packing.bitcast(array, self.dtype, max(0, array.ndim - 2))
 
   def inverse(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
     return Bitcast(base.dtype).forward(array).reshape(base.shape)
 
   def forward_records(self, numbers: np.ndarray) -> np.ndarray:
     """What is known of each word's part, or of a word by its parts."""
-    old, new = self._old.itemsize, self.dtype.itemsize
+    old, new = packing.bits_of(self._old), packing.bits_of(self.dtype)
     axis = max(0, numbers.ndim - 3)
     if old >= new:
       return np.repeat(numbers, old // new, axis)
