@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from coremesh import errors
-from coremesh.profile.scalar import GRANULE_BYTES, Event, Repeat, Trace
+from coremesh.profile.events import GRANULE_BYTES, Event, Repeat, Trace
 
 # Times are whole numbers of these, so that no rounding builds up.
 TICKS = 1024  # a cycle

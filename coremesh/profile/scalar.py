@@ -4,30 +4,26 @@ Time here is that of bundles alone; waiting for DMAs comes later, because what
 is issued does not depend on it.
 """
 
-from collections.abc import Iterator, Mapping
-import dataclasses
-import math
-import re
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from coremesh import errors
-from coremesh.profile import affine, translate, values
-from coremesh.profile.bundles import Address, Program
+from coremesh.profile import affine, layout, translate, values
+from coremesh.profile.bundles import Program
+from coremesh.profile.events import (
+  GRANULE_BYTES,
+  Event,
+  EventKind,
+  Repeat,
+  Run,
+  Trace,
+)
+from coremesh.profile.state import State
 from coremesh.profile.values import Unknown, Word
 
-GRANULE_BYTES = 32  # of DMA sizes, on all chips (offline-compiler.md)
 _WORDS_PER_GRANULE = GRANULE_BYTES // 4
-_VMEM_UNIT_BYTES = 512
-# Allocations have names, not addresses. Pointers to VMEM are shifted left by 4
-# bits; nothing may overlap, nor reach the sign bit.
-_ALLOCATION_STEP = 0x40000
-_ALLOCATIONS_START = 0x40000
-_SPILLS_START = 0x30000000
-_MOST_POINTER = 1 << 31
-
-_POINTERS = ("scalar_lea.", "int_to_ptr.", "inlined_call_operand.")
 # What a copy that signals nobody but its receiver names as its other semaphore.
 _NO_FLAG = 131072
 
@@ -39,95 +35,6 @@ _MOST_ROUNDS = 5_000_000
 _ROUNDS = (6, 2)
 _FIRST_TRY = 24
 _LEAST_SKIPPED = 64
-
-type EventKind = Literal[
-  "read", "write", "local", "wait", "add", "set", "delay"
-]
-
-
-class Event(NamedTuple):
-  """Something that takes time or makes another wait.
-
-  Attributes:
-    cycle: bundles issued before it.
-    kind: "read" and "write" are DMAs from and to HBM, "local" is one that
-      stays in the core.
-    bundle: where.
-    flag: the semaphore; -1 if it is not known.
-    amount: granules of a DMA, what to wait for, add or set; cycles of a delay.
-  """
-
-  cycle: int
-  kind: EventKind
-  bundle: int
-  flag: int
-  amount: int
-
-
-class Repeat(NamedTuple):
-  """Events that come again and again; their cycles count from each time.
-
-  Attributes:
-    cycle: bundles issued before the first time.
-    events: of one time.
-    times: how often.
-    period: bundles from one time to the next.
-  """
-
-  cycle: int
-  events: tuple[Event, ...]
-  times: int
-  period: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-  """Bundles that were issued one after the other, and how often."""
-
-  start: int
-  end: int
-  count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-  """What one core issues.
-
-  Attributes:
-    core: its number.
-    cycles: bundles issued.
-    runs: which, how often.
-    events: in order.
-    assumed: what was taken for granted, in words.
-    skipped: cycles that were not run one by one, because the rounds of a loop
-      were proven to take the same way; see `affine`.
-  """
-
-  core: int
-  cycles: int
-  runs: tuple[Run, ...]
-  events: tuple[Event | Repeat, ...]
-  assumed: tuple[str, ...]
-  skipped: int
-
-  def each_event(self) -> Iterator[Event]:
-    """The events one by one, repetitions written out."""
-    for found in self.events:
-      if isinstance(found, Event):
-        yield found
-        continue
-      for i in range(found.times):
-        start = found.cycle + i * found.period
-        for event in found.events:
-          yield event._replace(cycle=start + event.cycle)
-
-  def executions(self, num_bundles: int) -> np.ndarray:
-    """How often each bundle was issued."""
-    change = np.zeros(num_bundles + 1, np.int64)
-    for run in self.runs:
-      change[run.start] += run.count
-      change[run.end] -= run.count
-    return np.cumsum(change)[:-1]
 
 
 def trace(
@@ -157,82 +64,6 @@ def trace(
   ).run()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _State:
-  """Registers, which values they hold, and memory."""
-
-  registers: list[Any]
-  ids: list[int]
-  smem: dict[Any, Any]
-  tokens: dict[str, Any]
-
-  def slopes_to(self, other: "_State") -> "_State":
-    """What is added to each word on the way to another state."""
-    if (
-      self.ids != other.ids
-      or self.smem.keys() != other.smem.keys()
-      or self.tokens.keys() != other.tokens.keys()
-    ):
-      raise affine._NotAffineError
-    return self._zip(other, _slope)
-
-  def moving(self, slopes: "_State", rounds: affine.Rounds) -> "_State":
-    """The same with words that change by their slopes each round."""
-    return self._zip(
-      slopes, lambda word, s: affine.Affine(word, s, rounds) if s else word
-    )
-
-  def after(self, slopes: "_State", count: int) -> "_State":
-    """What it is after so many rounds."""
-    return self._zip(
-      slopes,
-      lambda word, s: (word + count * s) & values.MASK if s else word,
-    )
-
-  def leads_to(self, other: "_State") -> bool:
-    """Whether the other state is this one a round later."""
-    if (
-      self.ids != other.ids
-      or self.smem.keys() != other.smem.keys()
-      or self.tokens.keys() != other.tokens.keys()
-    ):
-      return False
-    pairs = [
-      *zip(self.registers, other.registers, strict=True),
-      *((word, other.smem[k]) for k, word in self.smem.items()),
-      *((word, other.tokens[k]) for k, word in self.tokens.items()),
-    ]
-    return all(_is_next(a, b) for a, b in pairs)
-
-  def _zip(self, other: "_State", fn: Any) -> "_State":
-    return _State(
-      registers=list(map(fn, self.registers, other.registers)),
-      ids=self.ids,
-      smem={k: fn(w, other.smem[k]) for k, w in self.smem.items()},
-      tokens={k: fn(w, other.tokens[k]) for k, w in self.tokens.items()},
-    )
-
-
-def _slope(a: Any, b: Any) -> int:
-  if isinstance(a, Unknown) and isinstance(b, Unknown):
-    return 0
-  if type(a) is not type(b) or (isinstance(a, bool) and a is not b):
-    raise affine._NotAffineError
-  return values.signed((b - a) & values.MASK)
-
-
-def _is_next(a: Any, b: Any) -> bool:
-  """Whether a word that changes by a slope is, a round later, the other."""
-  if isinstance(a, Unknown) or isinstance(a, bool):
-    return a is b or (isinstance(a, Unknown) and isinstance(b, Unknown))
-  if not isinstance(a, affine.Affine):
-    return type(a) is type(b) and a == b
-  if not isinstance(b, affine.Affine):
-    return False
-  same_slope = (a.slope - b.slope) & values.MASK == 0
-  return same_slope and (a.value + a.slope - b.value) & values.MASK == 0
-
-
 class _Core:
   """The state of a core; generated code calls the methods without "_"."""
 
@@ -248,9 +79,9 @@ class _Core:
     self._bundles = program.bundles
     self._delay_slots = delay_slots
     self._data = operands
-    self._bases = _bases(program)
-    self._spaces = _spaces(program)
-    self._places = _places(program, hbm_unit_bytes)
+    self._bases = layout.bases(program)
+    self._spaces = layout.spaces(program)
+    self._places = layout.places(program, hbm_unit_bytes)
     self._leaders = {s.target for s in program.slots if s.target is not None}
     self._events: list[Event | Repeat] = []
     self._assumed: dict[str, None] = {}
@@ -342,15 +173,15 @@ class _Core:
     pays = skipped * rounds >= _LEAST_SKIPPED
     self._next_try[header] = visits + _FIRST_TRY if pays else 2 * visits
 
-  def _snapshot(self) -> _State:
-    return _State(
+  def _snapshot(self) -> State:
+    return State(
       registers=list(self._registers),
       ids=list(self._ids),
       smem=dict(self._smem),
       tokens=dict(self._tokens),
     )
 
-  def _restore(self, state: _State) -> None:
+  def _restore(self, state: State) -> None:
     # Generated code holds on to these objects.
     self._registers[:] = state.registers
     self._ids[:] = state.ids
@@ -361,7 +192,7 @@ class _Core:
       held.clear()
       held.update(kept)
 
-  def _skip(self, header: int, times: int, before: _State) -> int:
+  def _skip(self, header: int, times: int, before: State) -> int:
     """Skips what is proven to repeat the way from `before` to here.
 
     Returns:
@@ -604,97 +435,3 @@ class _Core:
       data = self._data.get(index)
       return (None if data is None else data[offset:]), what
     return None, f"SMEM copied from {source}, which the kernel has written"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-  """Where an operand is taken to be."""
-
-  space: str
-  shape: str
-  pointer: int
-  units: int
-  unit_bytes: int
-
-  def offset_words(self, source: str, address: int) -> int | None:
-    """Words from the start of the operand to an address, None if not in it."""
-    if source != self.space:
-      return None
-    # A DMA takes pointers to VMEM in granules.
-    shift = 4 if source == "vmem" else 0
-    offset = address - (self.pointer << shift)
-    if not 0 <= offset < self.units << shift:
-      return None
-    return offset * (self.unit_bytes >> shift) // 4
-
-
-def _bases(program: Program) -> dict[str, int]:
-  """An address for each allocation a program names."""
-  bases: dict[str, int] = {}
-  spills = 0
-  for name in _allocations(program):
-    if name in bases:
-      continue
-    if name.endswith("_spill"):
-      bases[name] = _SPILLS_START + spills
-      spills += 1
-    else:
-      step = len(bases) - spills
-      bases[name] = _ALLOCATIONS_START + step * _ALLOCATION_STEP
-  return bases
-
-
-def _spaces(program: Program) -> dict[int, str]:
-  """The memory each value that is a pointer points to."""
-  spaces = {}
-  for slot in program.slots:
-    if slot.result is not None and slot.opcode.startswith(_POINTERS):
-      spaces[slot.result.value] = slot.opcode.rpartition(".")[2]
-  return spaces
-
-
-def _allocations(program: Program) -> Iterator[str]:
-  for slot in program.slots:
-    for operand in slot.operands:
-      if isinstance(operand, Address):
-        yield from (t for t in operand.terms if isinstance(t, str))
-
-
-def _places(program: Program, hbm_unit_bytes: int) -> dict[int, _Place]:
-  """Where the operands of a program are."""
-  units = {"hbm": hbm_unit_bytes, "vmem": _VMEM_UNIT_BYTES, "smem": 4}
-  found: dict[int, tuple[str, str, int, int]] = {}
-  for slot in program.slots:
-    if slot.opcode.startswith("inlined_call_operand."):
-      space = slot.opcode.removeprefix("inlined_call_operand.")
-      index, shape = slot.operands
-      unit = units.get(space, 4)
-      if isinstance(index, int):
-        size = -(-_padded_bytes(str(shape)) // unit)
-        found[index] = (space, str(shape), unit, size)
-  places, pointers = {}, {}
-  for index, (space, shape, unit, size) in sorted(found.items()):
-    # VMEM operands come after all allocations, at addresses of their own.
-    pointer = pointers.get(space, 0x4000000 if space == "vmem" else 0x1000)
-    pointers[space] = pointer + size + 1
-    places[index] = _Place(
-      space=space, shape=shape, pointer=pointer, units=size, unit_bytes=unit
-    )
-  if pointers.get("hbm", 0) >= _MOST_POINTER:
-    raise errors.UnsupportedError(
-      "The operands in HBM take more than 64 GB, which is not modelled."
-    )
-  return places
-
-
-def _padded_bytes(shape: str) -> int:
-  """Bytes of an operand such as "bf16[8,300]", padded to tiles."""
-  match = re.fullmatch(r"([a-z]+)(\d*)\w*\[([\d,]*)\]", shape)
-  if match is None:
-    return 1 << 20
-  bits = int(match[2] or 8)
-  *leading, rows, columns = (1, 1, *(int(n) for n in match[3].split(",") if n))
-  packing = max(1, 32 // bits)
-  rows = -(-rows // (8 * packing)) * 8 * packing
-  columns = -(-columns // 128) * 128
-  return max(1, math.prod(leading) * rows * columns * bits // 8)
