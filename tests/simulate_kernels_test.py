@@ -224,6 +224,39 @@ def test_parts_of_refs(name):
   np.testing.assert_array_equal(o, _transformed(name, x))
 
 
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_ref_of_words_seen_as_narrow_integers(width):
+  x = _ints(*_SLAB, low=-(2**31), high=2**31 - 1)
+  narrow = jnp.dtype(f"int{width}")
+
+  def compute(x_vmem, o_vmem):
+    o_vmem.bitcast(narrow)[...] = x_vmem.bitcast(narrow)[...]
+    third = x_vmem.bitcast(narrow)[2:3].astype(jnp.int32)
+    o_vmem[0:1] = third
+
+  o = _through_vmem(compute, x, out=_out(*_SLAB, dtype=np.int32))
+  third = x[0] << (32 - 3 * width) >> (32 - width)
+  np.testing.assert_array_equal(o, np.concatenate([third[None], x[1:]]))
+
+
+def test_a_copy_of_narrow_integers_is_as_long_as_one_of_their_words():
+  x = np.arange(64 * 128, dtype=np.int32).reshape(64, 128) % 16 - 8
+
+  def compute(x_vmem, o_vmem, narrow, copied, sem):
+    narrow[...] = x_vmem[...].astype(jnp.int4)
+    pltpu.async_copy(narrow, copied, sem)
+    pltpu.make_async_copy(o_vmem, o_vmem, sem).wait()
+    o_vmem[...] = copied.bitcast(jnp.int32)[...]
+
+  vmem = pltpu.VMEM((64, 128), jnp.int4)
+  out = _out(*_SLAB, dtype=np.int32)
+  o = _through_vmem(compute, x, out=out, scratch=[vmem, vmem, _DMA])
+  nibbles = x.reshape(8, 8, 128) & 15
+  shifts = 4 * np.arange(8, dtype=np.int32).reshape(1, 8, 1)
+  words = np.bitwise_or.reduce(nibbles << shifts, axis=1)
+  np.testing.assert_array_equal(o, words)
+
+
 def test_masked_loads_and_stores():
   x = _ints(*_SLAB)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import emitter, memory
+from coremesh.simulate import emitter, memory, packing
 
 
 def out_of_bounds(worker: Any, what: str, site: Any) -> Any:
@@ -129,14 +129,14 @@ class Part:
     """The bytes of the part, as source."""
     part = kernel_ir.transformed_type(self.declaration.type, self.transforms)
     dtype, element_shape = kernel_ir.stored_dtype(part.dtype)
-    itemsize = dtype.itemsize * math.prod(element_shape)
+    bits = packing.bits_of(dtype) * math.prod(element_shape)
     sizes = [
       str(n) if isinstance(n, int) else f"int({_expression(self._em, n)})"
       for n in part.shape
     ]
     if all(isinstance(n, int) for n in part.shape):
-      return str(math.prod(part.shape) * itemsize)
-    return " * ".join([*sizes, str(itemsize)])
+      return str(-(-math.prod(part.shape) * bits // 8))
+    return f"-(-{' * '.join([*sizes, str(bits)])} // 8)"
 
   def semaphore(self, site: Any, bank: Any = None) -> str:
     """The one semaphore that the part is."""
@@ -247,7 +247,7 @@ class _Steps:
     dtype = np.dtype(dtype)
     shape = list(self._shape)
     axis = max(0, len(shape) - 2)
-    old, new = self._dtype.itemsize, dtype.itemsize
+    old, new = packing.bits_of(self._dtype), packing.bits_of(dtype)
     if shape and old != new:
       shape[axis] = shape[axis] * old // new
     self._view(memory.Bitcast(dtype, self._dtype), shape)
