@@ -826,6 +826,45 @@ def test_indices_of_a_subcore_are_checked(how, index):
     assert "device 0, core 0, subcore 0" in text
 
 
+def _lists_rows(scatter, wrong):
+  def body(i_hbm, x_hbm, o_hbm, index, rows, sem):
+    pltpu.sync_copy(i_hbm, index)
+    pltpu.sync_copy(x_hbm, rows)
+    src, dst = (rows, o_hbm.at[index]) if scatter else (x_hbm.at[index], rows)
+    copy = pltpu.async_copy(src, dst, sem)
+    if not wrong:
+      copy.wait()
+    index[...] = jnp.zeros(8, np.int32)
+    if wrong:
+      copy.wait()
+    if not scatter:
+      pltpu.sync_copy(rows, o_hbm)
+
+  return body
+
+
+@_RIGHT_OR_WRONG
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_list_of_indices_is_read_while_the_copy_runs(scatter, wrong):
+  x, i = _ints(8, 16), np.array([3, 6, 1, 0, 2, 7, 5, 4], np.int32)
+  made = _on_subcores(
+    _lists_rows(scatter, wrong),
+    i,
+    x,
+    out=_out(8, 16, dtype=np.int32),
+    scratch=[pltpu.VMEM((8,), np.int32), pltpu.VMEM((8, 16), np.int32), _DMA],
+    cores=lambda chip: _subcores(chip, subcores=1),
+  )
+  if wrong:
+    for dma in "early", "late":
+      text = simulating.caught(made, "race", i, x, dma=dma)
+      assert "of VMEM 'index'" in text
+      assert "read by a DMA of" in text or "read of VMEM" in text
+  else:
+    (y,) = simulating.silent(made, i, x)
+    np.testing.assert_array_equal(y, x[np.argsort(i) if scatter else i])
+
+
 @pytest.mark.parametrize("place", [2, -1])
 @pytest.mark.parametrize("by", ["axis", "number"])
 def test_a_device_that_does_not_exist(place, by):

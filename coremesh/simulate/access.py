@@ -75,6 +75,7 @@ def rows(
   dims: tuple[int, ...],
   ignored: int | None,
   axis: int,
+  listed: Any,
   name: str,
   site: Any,
 ) -> memory.Rows:
@@ -93,7 +94,7 @@ def rows(
           site,
         )
     checked.append(entry)
-  return memory.Rows(tuple(checked), kept, axis)
+  return memory.Rows(tuple(checked), kept, axis, listed)
 
 
 HELPERS = {
@@ -267,7 +268,7 @@ class _Steps:
 
   def _index(self, indexer: Any, *, keeps_padding: bool) -> None:
     entries, shape, limit, tiles, arrays = [], [], [], [], []
-    ignored = None
+    ignored, listed = None, ""
     for index, dim, most, tile in zip(
       indexer.indices, self._shape, self._limit, self._tile, strict=True
     ):
@@ -284,7 +285,8 @@ class _Steps:
         entries.append(self._slice(index, dim, most, keeps_padding))
         limit.append(most if is_whole and keeps_padding else size)
       elif self._is_array(index, indexer):
-        value, ignored = self._array(index)
+        value, ignored, part = self._array(index)
+        listed += part
         arrays.append(len(entries))
         entries.append(value)
       else:
@@ -299,7 +301,7 @@ class _Steps:
       axis = _array_axis(indexer, arrays)
       key = (
         f"rows(w, {key}, {tuple(self._shape)}, {ignored}, {axis},"
-        f" {self._name!r}, {self._site})"
+        f" ({listed}), {self._name!r}, {self._site})"
       )
       shape[axis:axis] = [*indexer.int_indexer_shape]
       limit[axis:axis] = [*indexer.int_indexer_shape]
@@ -338,8 +340,8 @@ class _Steps:
       index, kernel_ir.Indices
     )
 
-  def _array(self, index: Any) -> tuple[str, int | None]:
-    """Source of an index array's values, and the value that is ignored."""
+  def _array(self, index: Any) -> tuple[str, int | None, str]:
+    """Source of an index array: values, the ignored one, where they are."""
     ignored = None
     if isinstance(index, kernel_ir.Indices):
       index, ignored = index.values, index.ignored_value
@@ -347,9 +349,9 @@ class _Steps:
     if isinstance(ref, emitter.Name) and self._em.is_ref(ref):
       part = Part(self._em, index)
       part.declaration.is_shared = True
-      steps = part.steps(self._site)
-      return f"m.load(w, {part.name}, {steps}, {self._site})", ignored
-    return f"np.asarray({_expression(self._em, index)})", ignored
+      listed = self._em.let(f"{part.name}, {part.steps(self._site)}", "i")
+      return f"m.load(w, *{listed}, {self._site})", ignored, f"{listed}, "
+    return f"np.asarray({_expression(self._em, index)})", ignored, ""
 
 
 def _ends_in_a_tile(index: Any, tile: int) -> bool:

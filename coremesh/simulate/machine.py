@@ -56,6 +56,7 @@ class Machine(signals.Signals):
   def fetch(self, transfer: Transfer) -> None:
     """The first half of a DMA: it reads, and its read semaphore is raised."""
     transfer.data = memory.read(transfer.src.data, transfer.src_steps)
+    self._note_lists(transfer, transfer.src_steps)
     if transfer.src.shadow is not None:
       self._note_transfer(transfer, transfer.src, transfer.src_steps, None)
     if transfer.src_sem is not None:
@@ -74,6 +75,7 @@ class Machine(signals.Signals):
       transfer.event += 1
       transfer.clock = transfer.clock.copy()
       transfer.clock[transfer.thread] = transfer.event
+    self._note_lists(transfer, transfer.dst_steps)
     if transfer.dst.shadow is not None:
       self._note_transfer(
         transfer,
@@ -113,6 +115,14 @@ class Machine(signals.Signals):
     clock = transfer.clock if self.races else None
     by = (transfer, transfer.site)
     self._raise(semaphore, transfer.num_bytes, clock, by)
+
+  def _note_lists(self, transfer, steps) -> None:
+    """A DMA reads the lists of its indices while it runs."""
+    for step in steps:
+      if isinstance(step, memory.Rows):
+        for buffer, part in step.listed:
+          if buffer.shadow is not None:
+            self._note_transfer(transfer, buffer, part, None)
 
   def _note_transfer(self, transfer, buffer, steps, changes) -> None:
     kind = "read" if changes is None else "add" if transfer.add else "write"

@@ -109,6 +109,29 @@ class Buffer:
     return f"{self.family} of {describe(self.place, self.family.axes)}"
 
 
+class Remains:
+  """What is known of a buffer whose owner has left its scope; its elements go.
+
+  Attributes:
+    owner, entered: as the buffer's.
+    state: what its shadow notes of each element: that the owner has left.
+  """
+
+  __slots__ = ("entered", "owner", "state")
+
+  def __init__(self, buffer: Buffer):
+    self.owner = buffer.owner
+    self.entered = buffer.entered
+    shadow = buffer.shadow
+    self.state = 0 if shadow is None else int(shadow.state.max(initial=0))
+
+  def restore(self, buffer: Buffer) -> None:
+    """Lets a new buffer stand for the old one, to whom it is still reached."""
+    buffer.owner, buffer.entered = self.owner, self.entered
+    if buffer.shadow is not None:
+      buffer.shadow.state[...] = self.state
+
+
 def describe(place: Sequence[Any], axes: Sequence[Any]) -> str:
   """A place in words: "device 1, core 0"."""
   device, *coords = place
@@ -288,14 +311,18 @@ class Rows:
     key: the index, ignored entries replaced by 0.
     kept: which entries are meant, None for all.
     axis: the axis of the result that the array stands for.
+    listed: buffers with the steps to where the index was read from.
   """
 
-  __slots__ = ("axis", "kept", "key")
+  __slots__ = ("axis", "kept", "key", "listed")
 
-  def __init__(self, key: tuple[Any, ...], kept: Any, axis: int):
+  def __init__(
+    self, key: tuple[Any, ...], kept: Any, axis: int, listed: Any = ()
+  ):
     self.key = key
     self.kept = kept
     self.axis = axis
+    self.listed = listed
 
 
 type Step = tuple[Any, ...] | Reshape | Transpose | Bitcast | Rows
