@@ -762,6 +762,28 @@ def _dynamic_store(index):
   return body
 
 
+@pytest.mark.parametrize("by", ["load", "store"])
+@pytest.mark.parametrize("last", [4, 5])
+def test_a_core_may_not_touch_the_padding_of_its_memory(by, last):
+  def body(i_hbm, x_hbm, o_hbm, acc, i_smem):
+    pltpu.sync_copy(i_hbm, i_smem)
+    pltpu.sync_copy(x_hbm, acc)
+    if by == "load":
+      acc[0:1] = acc[pl.ds(i_smem[0], 1)]
+    else:
+      acc[pl.ds(i_smem[0], 1)] = acc[0:1]
+    pltpu.sync_copy(acc, o_hbm)
+
+  x, i = _floats(5, 128), np.array([last], np.int32)
+  scratch = [pltpu.VMEM((5, 128), np.float32), pltpu.SMEM((1,), np.int32)]
+  made = _on_one_core(body, i, x, out=_out(5, 128), scratch=scratch)
+  if last < 5:
+    simulating.silent(made, i, x, seeds=range(5))
+  else:
+    text = simulating.caught(made, "out of bounds", i, x)
+    assert "elements [5, 6) of a dimension of 5 of 'acc'" in text
+
+
 @pytest.mark.parametrize(
   ("make", "index", "text"),
   [

@@ -119,9 +119,9 @@ class Part:
     self.declaration = em.refs[str(self.name)]
     self._em = em
 
-  def steps(self, site: Any) -> str:
-    """The steps, as the source of a tuple."""
-    writer = _Steps(self._em, self.declaration, site)
+  def steps(self, site: Any, *, reaches_padding: bool = False) -> str:
+    """The steps, as the source of a tuple; only DMAs may reach padding."""
+    writer = _Steps(self._em, self.declaration, site, reaches_padding)
     for i, transform in enumerate(self.transforms):
       writer.add(transform, self.transforms[i + 1 :])
     return writer.finish()
@@ -191,9 +191,16 @@ def _expression(em: emitter.Emitter, value: Any) -> str:
 class _Steps:
   """Writes the steps of one part."""
 
-  def __init__(self, em: emitter.Emitter, declaration: Any, site: Any):
+  def __init__(
+    self,
+    em: emitter.Emitter,
+    declaration: Any,
+    site: Any,
+    reaches_padding: bool,
+  ):
     self._em = em
     self._site = site
+    self._reaches_padding = reaches_padding
     self._name = declaration.name
     self._shape = list(declaration.shape)
     self._limit: list[Any] = list(declaration.padded)
@@ -206,7 +213,8 @@ class _Steps:
   def add(self, transform: Any, rest: Sequence[Any]) -> None:
     match transform:
       case kernel_ir.NDIndexer():
-        keeps = bool(rest) and isinstance(rest[0], kernel_ir.NDIndexer)
+        is_inner = bool(rest) and isinstance(rest[0], kernel_ir.NDIndexer)
+        keeps = is_inner and self._reaches_padding
         self._index(transform, keeps_padding=keeps)
       case kernel_ir.ReshapeTransform(shape=shape):
         self._view(memory.Reshape(tuple(shape)), shape)
@@ -328,7 +336,7 @@ class _Steps:
         return f"slice({start}, {stop}, {index.stride})"
     numbers = (
       f"{_expression(self._em, start)}, {_expression(self._em, size)},"
-      f" {index.stride}, {dim}, {most}"
+      f" {index.stride}, {dim}, {most if self._reaches_padding else dim}"
     )
     checked = self._em.once(
       f"span(w, {numbers}, {self._name!r}, {self._site})", ("span", numbers)

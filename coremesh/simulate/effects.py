@@ -70,13 +70,15 @@ def _dma_start(em: emitter.Emitter, eqn: Any) -> None:
   target = address.target(em, device_id, None, eqn.params["device_id_type"])
   dst_name = address.reached(em, dst, target, site)
   size = src.num_bytes()
+  src_steps = src.steps(site, reaches_padding=True)
+  dst_steps = dst.steps(site, reaches_padding=True)
   semaphores = [
     _semaphore_of(em, src_sem, site, None),
     _semaphore_of(em, dst_sem, site, target),
   ]
   with em.block(
-    f"if m.start(Transfer(w, {src.name}, {src.steps(site)}, {dst_name},"
-    f" {dst.steps(site)}, {semaphores[0]}, {semaphores[1]},"
+    f"if m.start(Transfer(w, {src.name}, {src_steps}, {dst_name},"
+    f" {dst_steps}, {semaphores[0]}, {semaphores[1]},"
     f" {bool(eqn.params['add'])}, {site}, {size})):"
   ):
     em.line("yield")
