@@ -25,6 +25,7 @@ class Execution:
   """The state of a kernel while it runs.
 
   Attributes:
+    devices: those that run it.
     has_ended: whether all workers have reached their end.
   """
 
@@ -39,6 +40,7 @@ class Execution:
     self._kernel = kernel
     self._program = compiled
     self._arrays = arrays
+    self.devices = tuple(arrays)
     self.has_ended = False
     self._families = [
       None if d is None else d.family() for d in compiled.operands
@@ -201,6 +203,23 @@ class Execution:
     return {
       device: list(self._outputs(device, outs)) for device in self._arrays
     }
+
+  def close(self) -> None:
+    """Breaks the cycles of what the run made, so that its memory is free.
+
+    No garbage is collected while kernels run.
+    """
+    for family in (*self._families, *self._mach.families.values()):
+      if family is not None:
+        for member in family.members.values():
+          if isinstance(member, memory.Bank):
+            member.semaphores.clear()
+        family.members.clear()
+    for worker in self._mach.workers:
+      worker.machine = worker.blocked_on = None
+      worker.program = iter(())
+      worker.streams.clear()
+    self._mach.records.accesses.clear()
 
   def _outputs(self, device: int, outs: Any) -> Iterator[np.ndarray]:
     for family, type_ in zip(outs, self._kernel.out_types, strict=True):

@@ -127,6 +127,19 @@ class Launch:
       mach.timeline = recorder.Recorder()
     run = execution.Execution(mach, self._kernel, compiled, arrays)
     try:
+      return self._executed(run, mach, params, start)
+    finally:
+      run.close()
+
+  def _executed(
+    self,
+    run: execution.Execution,
+    mach: machine.Machine,
+    params: Any,
+    start: float,
+  ) -> Mapping[int, Sequence[np.ndarray]]:
+    """The outputs of a run; notes it in the session."""
+    try:
       with np.errstate(all="ignore"), _undisturbed():
         run.execute()
     except findings.SimulationError:
@@ -135,7 +148,7 @@ class Launch:
       params.session.add(
         session.KernelRun(
           kernel=self._kernel.name,
-          devices=tuple(arrays),
+          devices=run.devices,
           num_workers=len(mach.workers),
           seed=params.seed,
           dma=params.dma,

@@ -92,7 +92,10 @@ class Machine(signals.Signals):
     self._count(transfer.src, transfer.dst, transfer.num_bytes)
     if transfer.dst_sem is not None:
       self._arrive(transfer, transfer.dst_sem)
-    transfer.data = True  # The elements are not needed any more.
+    if self.timeline is None:
+      transfer.release()
+    else:
+      transfer.data = True  # The elements are not needed any more.
 
   def copied_block(
     self, worker: Worker, window: Any, *, out: bool, num_bytes: int, site: Site

@@ -46,7 +46,8 @@ class Memories(state.State):
     """The member of a family on a core, made at need."""
     place = (device, *(coords[axis] for axis in family.axes))
     member = family.members.get(place)
-    if member is None:
+    if member is None or isinstance(member, memory.Remains):
+      remains = member
       if family.dtype is None:
         member = memory.Bank(family, place)
         self.banks.append(member)
@@ -54,6 +55,8 @@ class Memories(state.State):
         member = memory.Buffer(family, place)
         if family.is_shared:
           self.share(member)
+        if remains is not None:
+          remains.restore(member)
       family.members[place] = member
     return member
 
@@ -86,9 +89,8 @@ class Memories(state.State):
         "scope", f"{worker}: {site} must say which {missing} in device_id."
       )
     place = (device, *(coords[axis] for axis in family.axes))
-    member = family.members.get(place)
-    if member is not None:
-      return member
+    if place in family.members:
+      return self.member(device, coords, family)
     for axis in family.axes:
       size = family.mesh.shape[axis]
       if not 0 <= coords[axis] < size:
@@ -154,6 +156,7 @@ class Memories(state.State):
     """The worker leaves the scope of its own memory."""
     if isinstance(member, memory.Buffer) and member.owner is worker:
       self.leave(worker, member, site)
+      member.family.members[member.place] = memory.Remains(member)
 
   def load(
     self,

@@ -24,9 +24,9 @@ class Transfer:
   """
 
   starter: Worker
-  src: memory.Buffer
+  src: Any
   src_steps: Sequence[memory.Step]
-  dst: memory.Buffer
+  dst: Any
   dst_steps: Sequence[memory.Step]
   src_sem: Any
   dst_sem: Any
@@ -43,6 +43,11 @@ class Transfer:
 
   def __str__(self) -> str:
     return f"a DMA of {self.starter}"
+
+  def release(self) -> None:
+    """Lets go of memory, once done: its accesses keep the DMA itself."""
+    self.data, self.src, self.dst = True, None, None
+    self.src_steps = self.dst_steps = ()
 
 
 def place(transfer: Transfer) -> None:
