@@ -328,6 +328,27 @@ def test_the_same_values_from_several_cores_are_no_race():
   np.testing.assert_array_equal(y, x)
 
 
+@_RIGHT_OR_WRONG
+def test_the_same_values_where_two_cores_overlap_are_no_race(wrong):
+  x = _floats(12, 128)
+
+  def body(x_hbm, o_hbm, acc):
+    core = lax.axis_index("core")
+    rows = pl.ds(core * 4, 8)
+    pltpu.sync_copy(x_hbm.at[rows], acc)
+    if wrong:
+      acc[pl.ds(5 - core, 1)] = jnp.full((1, 128), core, jnp.float32)
+    pltpu.sync_copy(acc, o_hbm.at[rows])
+
+  made = _on_tensor_core(body, x, out=_out(12, 128), scratch=[_VMEM])
+  if wrong:
+    text = simulating.caught(made, "race", x)
+    assert "write of HBM 'o_hbm'" in text
+  else:
+    (y,) = simulating.silent(made, x)
+    np.testing.assert_array_equal(y, x)
+
+
 def test_interleaved_columns_of_several_subcores_are_no_race():
   x = _ints(8, 32)
 

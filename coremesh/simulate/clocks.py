@@ -170,7 +170,7 @@ class Shadow:
     part: np.ndarray,
     number: int,
     clock: Clock,
-    changes: Callable[[], bool] = lambda: True,
+    changes: Callable[[], np.ndarray | bool] = lambda: True,
   ) -> Sequence[Access]:
     """Notes a write; returns the reads and writes it races with.
 
@@ -178,7 +178,7 @@ class Shadow:
       part: a view of the `state` of what it writes to.
       number: of the access.
       clock: of who writes.
-      changes: whether the write changes any value; asked if it races.
+      changes: where the write changes a value; asked if it races.
     """
     if self._records.accesses[number].kind == "add":
       return self._note(part, number, clock, self._after_add)
@@ -207,14 +207,15 @@ class Shadow:
         part[...] = new
         return ()
     olds = [first] if is_uniform else np.unique(part).tolist()
-    news, raced = [], []
-    for old in olds:
-      new, races = after(old, number, clock)
-      news.append(new)
-      raced += races
-    is_harmless = not raced
-    if raced and changes is not None and not changes():
-      news, raced = [self._after_same(old, number) for old in olds], []
+    news, races = zip(*(after(old, number, clock) for old in olds), strict=True)
+    is_harmless = not any(races)
+    if not is_harmless and changes is not None:
+      changed = np.broadcast_to(changes(), part.shape)
+      news, races = list(news), list(races)
+      for i, old in enumerate(olds):
+        if races[i] and not changed[part == old].any():
+          news[i], races[i] = self._after_same(old, number), []
+    raced = [access for found in races for access in found]
     if is_uniform:
       part[...] = news[0]
       if is_harmless:

@@ -78,15 +78,7 @@ class Machine(signals.Signals):
     self._note_lists(transfer, transfer.dst_steps)
     if transfer.dst.shadow is not None:
       self._note_transfer(
-        transfer,
-        transfer.dst,
-        transfer.dst_steps,
-        lambda: (
-          transfer.add
-          or memory.changes(
-            transfer.dst.data, transfer.dst_steps, transfer.data
-          )
-        ),
+        transfer, transfer.dst, transfer.dst_steps, transfer.data
       )
     place(transfer)
     self._count(transfer.src, transfer.dst, transfer.num_bytes)
@@ -127,9 +119,9 @@ class Machine(signals.Signals):
           if buffer.shadow is not None:
             self._note_transfer(transfer, buffer, part, None)
 
-  def _note_transfer(self, transfer, buffer, steps, changes) -> None:
-    kind = "read" if changes is None else "add" if transfer.add else "write"
+  def _note_transfer(self, transfer, buffer, steps, value) -> None:
+    kind = "read" if value is None else "add" if transfer.add else "write"
     number = self.records.new_number(
       transfer.thread, transfer.event, transfer.site, kind, transfer
     )
-    self._note(buffer, steps, number, transfer.clock, changes)
+    self._note(buffer, steps, number, transfer.clock, value)

@@ -190,8 +190,7 @@ class Memories(state.State):
       if number is None:
         number = self._number(worker, site, "write")
         worker.write_numbers[site] = number
-      changes = lambda: memory.changes(buffer.data, steps, value)
-      self._note(buffer, steps, number, worker.clock, changes)
+      self._note(buffer, steps, number, worker.clock, value)
     memory.write(buffer.data, steps, value)
     self.changes += 1
 
@@ -212,7 +211,7 @@ class Memories(state.State):
       # what those before knew; that chance had it come later orders no more.
       part = (tuple(slice(i, i + 1) for i in key),)
       number = self._number(worker, site, "add")
-      self._note(buffer, part, number, worker.clock, lambda: True)
+      self._note(buffer, part, number, worker.clock, value)
       if buffer.family in self._atomic_clocks:
         worker.acquire(self._atomic_clocks[buffer.family])
       self._atomic_clocks[buffer.family] = worker.release()
@@ -229,30 +228,25 @@ class Memories(state.State):
       worker.thread, int(worker.clock[worker.thread]), site, kind, worker
     )
 
-  def _note(self, buffer, steps, number, clock, changes=None) -> None:
-    """Notes an access, a write if `changes` tells what it would change."""
+  def _note(self, buffer, steps, number, clock, value=None) -> None:
+    """Notes an access, a write if a value is given."""
     shadow = buffer.shadow
-    part, key = shadow.state, None
-    for i, step in enumerate(steps):
-      if isinstance(step, tuple):
-        outer, part = part, part[step]
-        if part.__class__ is not np.ndarray:  # One element: keep it a view.
-          part = outer[(*step, ...)]
-      elif isinstance(step, memory.Rows) and i == len(steps) - 1:
-        key = memory.kept_key(step)
-      else:
-        part = shadow.state.reshape(-1)
-        key = (_flat_index(buffer.data, steps),)
-        break
+    part, key = _part(shadow.state, steps, buffer.data)
     if key is None and part.size <= clocks.FEW:
       state = self.records.harmless.get((number, part.tobytes()))
       if state is not None:  # As before: nothing to compare.
         part[...] = state
         return
     view = part if key is None else part[key]
-    if changes is None:
+    if value is None:
       raced = shadow.read(view, number, clock)
     else:
+
+      def changes() -> np.ndarray:
+        changed = memory.changed(buffer.data, steps, value)
+        part, key = _part(changed, steps, buffer.data)
+        return part if key is None else part[key]
+
       raced = shadow.write(view, number, clock, changes)
     if key is not None:
       part[key] = view  # It was a copy.
@@ -303,6 +297,27 @@ class Memories(state.State):
       " with input_output_aliases.",
       (id(site), buffer.family.name),
     )
+
+
+def _part(
+  array: np.ndarray, steps: Sequence[memory.Step], data: np.ndarray
+) -> tuple[np.ndarray, Any]:
+  """The elements that steps lead to of what is noted for each one of `data`.
+
+  Returns:
+    A view, and the index of the elements in it, None for all.
+  """
+  part = array
+  for i, step in enumerate(steps):
+    if isinstance(step, tuple):
+      outer, part = part, part[step]
+      if part.__class__ is not np.ndarray:  # One element: keep it a view.
+        part = outer[(*step, ...)]
+    elif isinstance(step, memory.Rows) and i == len(steps) - 1:
+      return part, memory.kept_key(step)
+    else:
+      return array.reshape(-1), (_flat_index(data, steps),)
+  return part, None
 
 
 def _flat_index(data: np.ndarray, steps: Sequence[memory.Step]) -> np.ndarray:

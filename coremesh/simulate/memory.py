@@ -379,11 +379,17 @@ def kept_rows(step: Rows, value: Any) -> tuple[tuple[Any, ...], Any]:
   return key, np.take(value, chosen, axis=step.axis)
 
 
-def changes(data: np.ndarray, steps: Sequence[Step], value: Any) -> bool:
-  """Whether writing a value would change any bit."""
-  old = np.asarray(read(data, steps))
-  new = np.broadcast_to(np.asarray(value, old.dtype), old.shape)
-  return old.tobytes() != new.tobytes()
+def changed(data: np.ndarray, steps: Sequence[Step], value: Any) -> np.ndarray:
+  """Of which elements of a buffer writing a value would change any bit."""
+  result = np.zeros(data.shape, bool)
+  part, rest = result, list(steps)
+  while rest and isinstance(step := rest[0], tuple):
+    data, part = data[(*step, ...)], part[(*step, ...)]
+    rest.pop(0)
+  new = data.copy()
+  write(new, rest, value)
+  part[...] = packing.raw(new) != packing.raw(data)
+  return result
 
 
 def kept_key(step: Rows) -> tuple[Any, ...]:
