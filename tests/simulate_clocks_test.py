@@ -173,7 +173,15 @@ def _noted(steps, *, size=4):
     # A write of the same value does not hide a read.
     (
       [("write", 0), ("tell", 0, 1), ("read", 1), ("same", 0), ("write", 0)],
-      [[], [], [], [1]],
+      [[], [], [1], [1]],
+    ),
+    ([("read", 0), ("same", 1)], [[], [0]]),
+    # But who follows one of several such writes may count on the value.
+    ([("write", 0), ("read", 0), ("same", 1)], [[], [], []]),
+    ([("write", 0), ("tell", 0, 2), ("read", 2), ("same", 1)], [[], [], []]),
+    (
+      [("write", 0), ("tell", 0, 1), ("read", 0), ("same", 1)],
+      [[], [], [0]],
     ),
     # A reader of sums needs all of them.
     ([("add", 0), ("add", 1), ("tell", 0, 2), ("read", 2)], [[], [], [1]]),

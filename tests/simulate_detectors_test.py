@@ -329,6 +329,46 @@ def test_the_same_values_from_several_cores_are_no_race():
 
 
 @_RIGHT_OR_WRONG
+def test_a_copy_of_the_same_values_races_with_a_read(wrong):
+  def body(x_hbm, o_hbm, acc, sem):
+    pltpu.sync_copy(x_hbm.at[0], acc)
+    copy = pltpu.async_copy(x_hbm.at[1], acc, sem)
+    if not wrong:
+      copy.wait()
+    value = acc[...] + 1
+    if wrong:
+      copy.wait()
+    acc[...] = value
+    pltpu.sync_copy(acc, o_hbm)
+
+  x = np.ones((2, *_SLAB), np.float32)
+  made = _on_one_core(body, x, scratch=[_VMEM, _DMA])
+  if wrong:
+    for dma in "early", "late":
+      simulating.caught(made, "race", x, dma=dma)
+  else:
+    simulating.silent(made, x)
+
+
+def test_who_writes_a_table_may_read_it_while_others_write_the_same():
+  def body(x_hbm, o_hbm, table, mine):
+    for _ in range(2):
+      pltpu.sync_copy(x_hbm, table)
+      pltpu.sync_copy(table, mine)
+    pltpu.sync_copy(mine, o_hbm.at[lax.axis_index("subcore")])
+
+  x = _ints(16)
+  made = _on_subcores(
+    body,
+    x,
+    out=_out(4, 16, dtype=np.int32),
+    scratch=[pltpu.VMEM_SHARED((16,), np.int32), pltpu.VMEM((16,), np.int32)],
+  )
+  (y,) = simulating.silent(made, x)
+  np.testing.assert_array_equal(y, np.tile(x, (4, 1)))
+
+
+@_RIGHT_OR_WRONG
 def test_the_same_values_where_two_cores_overlap_are_no_race(wrong):
   x = _floats(12, 128)
 

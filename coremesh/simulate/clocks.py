@@ -8,6 +8,7 @@ and the reads since, as FastTrack does for variables (Flanagan and Freund, PLDI
 2009), so that two accesses are compared exactly where they meet.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
@@ -101,6 +102,8 @@ class Records:
     self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
     # The states that accesses which race with nothing leave, by state before.
     self.harmless: dict[tuple[int, bytes | int], int] = {}
+    # The writes that a read followed, by its number.
+    self.seen: dict[int, set[int]] = collections.defaultdict(set)
 
   def number(
     self, thread: int, event: int, site: Any, kind: str, who: Any
@@ -141,8 +144,9 @@ class Shadow:
 
   Both are numbers of sets of accesses. Workers may write the same values to
   one place in any order: such writes are one set, and a read must follow one of
-  them. They may add to one place in any order as well, for a DMA adds each
-  element in one piece; a read must follow all of these.
+  them, and may then come before the others. They may add to one place in any
+  order as well, for a DMA adds each element in one piece; a read must follow
+  all of these.
 
   Attributes:
     state: for each element both numbers in one: the reads in the upper half,
@@ -214,7 +218,7 @@ class Shadow:
       news, races = list(news), list(races)
       for i, old in enumerate(olds):
         if races[i] and not changed[part == old].any():
-          news[i], races[i] = self._after_same(old, number), []
+          news[i], races[i] = self._after_same(old, number, clock)
     raced = [access for found in races for access in found]
     if is_uniform:
       part[...] = news[0]
@@ -234,6 +238,7 @@ class Shadow:
     missed = [m for m in members if not records.follows(m, clock)]
     all_needed = records.are_adds(members)
     is_race = missed and (all_needed or len(missed) == len(members))
+    records.seen[number].update(m for m in members if m not in missed)
     reads = self._with(old >> 32, number, clock)
     new = reads << 32 | old & _LOWER
     return new, [records.accesses[missed[-1]]] if is_race else []
@@ -246,11 +251,21 @@ class Shadow:
     ]
     return records.set_number((number,)), raced
 
-  def _after_same(self, old, number) -> int:
-    """After a write, unordered with others, that changed nothing."""
+  def _after_same(self, old, number, clock) -> tuple[int, list[Access]]:
+    """After a write, unordered with others, that changed nothing.
+
+    It races with reads, but for those that followed another of the writes that
+    are unordered with it: they may count on the value.
+    """
     records = self._records
-    writes = records.sets[old & _LOWER]
-    return old & ~_LOWER | records.set_number((*writes, number))
+    writes, reads = records.sets[old & _LOWER], records.sets[old >> 32]
+    others = {m for m in writes if not records.follows(m, clock)}
+    raced = [
+      records.accesses[m]
+      for m in reads
+      if not records.follows(m, clock) and others.isdisjoint(records.seen[m])
+    ]
+    return old & ~_LOWER | records.set_number((*writes, number)), raced
 
   def _after_add(self, old, number, clock) -> tuple[int, list[Access]]:
     """After an addition, which races with all but other additions.
