@@ -1140,6 +1140,58 @@ def test_memory_over_the_capacity_of_a_vector_subcore(chip, words, fits):
     assert "'table'" in text
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_blocks_that_move_over_a_grid_have_two_buffers(moves):
+  """Four blocks of 20 MiB do not fit into 64 MiB, two do."""
+  block = pl.BlockSpec((40 * 1024, 128), lambda i: (i if moves else 0, 0))
+
+  def call(x):
+    return pl.pallas_call(
+      lambda x_block, o_block: None,
+      jax.ShapeDtypeStruct(x.shape, x.dtype),
+      grid=(2,),
+      in_specs=[block],
+      out_specs=block,
+    )(x)
+
+  x = jax.ShapeDtypeStruct((80 * 1024, 128), np.float32)
+  excess = simulating.traced(call, x, chip="v5p", devices=1).program_excess()
+  if moves:
+    (found,) = excess
+    assert "holds 80 MiB at once" in found
+    assert "'x_block' (40960, 128) of float32, 40 MiB in 2 buffers" in found
+  else:
+    assert not excess
+
+
+def test_a_kernel_without_a_device_mesh_has_the_memory_of_the_default_chip():
+  def body(o, held):
+    o[...] = jnp.ones(_SLAB)
+
+  scratch = [pltpu.VMEM((40_000, 1024), np.float32)]
+  expected = pytest.raises(
+    cm.SimulationError, match="A TensorCore of v5p has 64 MiB"
+  )
+  with expected, cm.simulation():
+    pl.pallas_call(body, _out(*_SLAB), scratch_shapes=scratch)()
+
+
+def test_a_parallel_grid_without_a_device_mesh_is_shared_by_two_cores():
+  def copies(x, o):
+    o[...] = x[...]
+
+  with pytest.raises(cm.SimulationError) as caught, cm.simulation():
+    pl.pallas_call(
+      copies,
+      _out(*_SLAB),
+      grid=(4,),
+      in_specs=[pl.BlockSpec(_SLAB, lambda i: (i, 0))],
+      out_specs=pl.BlockSpec(_SLAB, lambda i: (0, 0)),
+      compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+    )(_floats(32, 128))
+  assert {f.kind for f in caught.value.findings} == {"race"}
+
+
 def test_narrow_elements_are_packed():
   int4 = np.dtype(jnp.int4)
   assert memory.num_bytes((64, 256), int4, tiled=False) == 64 * 256 // 2

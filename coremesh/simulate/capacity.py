@@ -62,7 +62,7 @@ class Holdings:
 
 def size_bytes(declaration: Any) -> int:
   """Bytes of a declared memory, with what fills up its tiles."""
-  return memory.num_bytes(
+  return declaration.num_buffers * memory.num_bytes(
     declaration.shape,
     np.dtype(declaration.dtype),
     tiled=declaration.is_tiled,
@@ -73,6 +73,7 @@ def _named(declarations: Sequence[Any]) -> str:
   largest = sorted(declarations, key=size_bytes, reverse=True)
   parts = [
     f"{d.name!r} {d.shape} of {np.dtype(d.dtype).name}, {_bytes(size_bytes(d))}"
+    + (f" in {d.num_buffers} buffers" if d.num_buffers > 1 else "")
     for d in largest[:_MAX_NAMED]
   ]
   more = len(largest) - _MAX_NAMED

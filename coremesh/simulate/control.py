@@ -99,9 +99,12 @@ def _run_scoped(em: emitter.Emitter, eqn: Any) -> None:
   em.bind(eqn, results)
 
 
-def allocate(em: emitter.Emitter, name: str, type_: Any, site: Any) -> Any:
+def allocate(
+  em: emitter.Emitter, name: str, type_: Any, site: Any, num_buffers: int = 1
+) -> Any:
   """Writes the allocation of a ref that the program makes itself."""
   declaration = emitter.declare(name, type_, em.mesh)
+  declaration.num_buffers = num_buffers
   em.scoped.append(declaration)
   em.holdings.hold(declaration)
   ref = em.let(f"m.allocate(w, {em.constant(declaration, 'd')}, {site})", "r")

@@ -40,7 +40,8 @@ class Name:
 class Declaration:
   """A ref of a program: what each core (or device) has one of.
 
-  Attributes as those of `memory.Family`, which a run makes of it.
+  Attributes as those of `memory.Family`, which a run makes of it; and how many
+  buffers of it a TPU holds, of which a run needs one.
   """
 
   name: str
@@ -54,6 +55,7 @@ class Declaration:
   is_shared: bool = False
   is_semaphore: bool = False
   mesh: Any = None
+  num_buffers: int = 1
   signallers: list[str] = dataclasses.field(default_factory=list)
 
   @property

@@ -231,7 +231,8 @@ def _window(em, kernel, index, array) -> tuple[Any, emitter.Name]:
     return None, array
   mapping = grid.block_mappings[index]
   name = em.refs[array.text].name
-  block = control.allocate(em, name, var.aval, em.site("block"))
+  count = _num_buffers(grid, mapping)
+  block = control.allocate(em, name, var.aval, em.site("block"), count)
   squeezed = tuple(
     i
     for i, dim in enumerate(mapping.block_shape)
@@ -243,6 +244,23 @@ def _window(em, kernel, index, array) -> tuple[Any, emitter.Name]:
     f" is_output={not is_input})"
   )
   return window, block
+
+
+def _num_buffers(grid: Any, mapping: Any) -> int:
+  """The buffers of a block on a TPU: two, if the grid moves it."""
+  if (
+    count := getattr(mapping.pipeline_mode, "buffer_count", None)
+  ) is not None:
+    return count
+  jaxpr = mapping.index_map_jaxpr
+  stays = {
+    v for v, size in zip(jaxpr.invars, grid.grid, strict=False) if size == 1
+  }
+  moves = any(
+    not isinstance(v, kernel_ir.Literal) and v not in stays
+    for v in jaxpr.outvars
+  )
+  return 2 if moves and any(size != 1 for size in grid.grid) else 1
 
 
 def _place(em, mapping, operands) -> str:

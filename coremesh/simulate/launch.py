@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from coremesh import chips
 from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   execution,
@@ -42,8 +41,7 @@ class Launch:
     self._params = params
     self._rates: rates.Rates | None = None
     if params.timeline:
-      found = chips.chip_of_device_kind(kernel.device_kind)
-      self._rates = rates.Rates(found or chips.chip())
+      self._rates = rates.Rates(program.chip_of(kernel))
     self._program = self._compile()
     self._num_devices = math.prod(kernel.device_axes.values())
     self._meets = self._program.crosses_devices and self._num_devices > 1
@@ -79,12 +77,9 @@ class Launch:
   def _compile(
     self, operations: synchronisation.Operations | None = None
   ) -> program.Program:
-    chip = chips.chip_of_device_kind(self._kernel.device_kind)
     return program.compile_program(
       self._kernel,
-      num_cores=chip.tensor_cores_per_device
-      if chip is not None
-      else self._params.num_cores_or_threads,
+      num_cores=program.chip_of(self._kernel).tensor_cores_per_device,
       operations=operations,
       timed_on=self._rates,
     )

@@ -115,7 +115,7 @@ def compile_program(
   meshes = [*kernel.meshes, *(d.mesh for d in operands if d is not None)]
   core_axes = {a: size for mesh in meshes for a, size in mesh.shape.items()}
   parts, crosses, scoped, excess = [], False, [], []
-  chip = chips.chip_of_device_kind(kernel.device_kind)
+  chip = chip_of(kernel)
   for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
     em = emitter.Emitter(
       mesh=mesh,
@@ -130,8 +130,7 @@ def compile_program(
       if declaration is not None and declaration.mesh == mesh:
         em.holdings.hold(declaration)
     parts.append(_compile_part(em, kernel, jaxpr, operands))
-    if chip is not None:
-      excess += em.holdings.excess(chip, is_sparse=parts[-1].is_sparse)
+    excess += em.holdings.excess(chip, is_sparse=parts[-1].is_sparse)
     crosses |= em.crosses_devices
     scoped += em.scoped
   return Program(
@@ -143,6 +142,11 @@ def compile_program(
     scoped=tuple(scoped),
     excess=tuple(excess),
   )
+
+
+def chip_of(kernel: kernel_ir.KernelProgram) -> chips.Chip:
+  """The chip a kernel was traced for; outside `jax.shard_map` the default."""
+  return chips.chip_of_device_kind(kernel.device_kind) or chips.chip()
 
 
 def _operands(
