@@ -329,6 +329,38 @@ def test_control_flow(kind, count):
   np.testing.assert_array_equal(o, expected)
 
 
+def _nested(kind, depth):
+  def inside(depth, x):
+    if depth == 0:
+      return x + 1
+    if kind == "loops":
+      return lax.fori_loop(0, 1, lambda i, x: inside(depth - 1, x), x)
+    deeper = lambda x: inside(depth - 1, x)
+    return lax.cond(x < depth, deeper, lambda x: x, x)
+
+  def body(x, o):
+    o[0] = inside(depth, x[0])
+
+  smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+  return lambda x: pl.pallas_call(
+    body,
+    jax.ShapeDtypeStruct(x.shape, x.dtype),
+    in_specs=[smem],
+    out_specs=smem,
+  )(x)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("loops", 20), ("branches", 97)])
+def test_what_is_nested_too_deeply_is_refused_before_it_runs(kind, most):
+  x = np.zeros(1, np.int32)
+  with cm.simulation():
+    assert _nested(kind, most)(x) == 1
+  refused = pytest.raises(cm.UnsupportedError, match="up to 20 loops inside")
+  with refused as caught, cm.simulation():
+    jax.jit(_nested(kind, most + 1)).lower(x)
+  assert "simulate_kernels_test.py" in str(caught.value)
+
+
 def test_an_operand_of_rank_0():
   def body(scale, x, o):
     o[...] = x[...] * scale[...]

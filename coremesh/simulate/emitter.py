@@ -25,6 +25,10 @@ from coremesh.simulate import (
   synchronisation,
 )
 
+# What Python compiles at most.
+_MAX_LOOPS = 20
+_MAX_BLOCKS = 98
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Name:
@@ -165,6 +169,7 @@ class Emitter:
     self._value_rules = value_rules
     self._env: dict[Any, Any] = {}
     self._indent = 1
+    self._num_loops = 0
     self._count = 0
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
@@ -184,7 +189,16 @@ class Emitter:
     """Lines inside `head`, such as "while True:"."""
     self.end_stretch()
     self.line(head)
+    is_loop = head.startswith(("for ", "while "))
+    self._num_loops += is_loop
     self._indent += 1
+    if self._num_loops > _MAX_LOOPS or self._indent > _MAX_BLOCKS:
+      raise errors.UnsupportedError(
+        f"coremesh's simulator knows up to {_MAX_LOOPS} loops inside one"
+        f" another, and {_MAX_BLOCKS} loops and branches; there are more at"
+        f" {self._line}. Make one loop of several, over the product of their"
+        " counts, and one branch of several, on a condition of all."
+      )
     before = len(self.lines)
     self._once.append({})
     yield
@@ -193,6 +207,7 @@ class Emitter:
     if len(self.lines) == before:
       self.line("pass")
     self._indent -= 1
+    self._num_loops -= is_loop
 
   def end_stretch(self) -> None:
     """A stretch without branches ends here: writes what it costs."""
