@@ -1190,6 +1190,20 @@ def test_a_parallel_grid_without_a_device_mesh_is_shared_by_two_cores():
       compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     )(_floats(32, 128))
   assert {f.kind for f in caught.value.findings} == {"race"}
+  copy = "(copy of a block of 'o' at the BlockSpec of kernel 'copies')"
+  assert copy in str(caught.value)
+
+
+def test_a_block_without_elements_is_refused():
+  def body(x, o):
+    o[...] = jnp.zeros(_SLAB)
+
+  refused = pytest.raises(
+    cm.UnsupportedError,
+    match=r"that of 'x' of kernel 'body' has shape \(0, 128",
+  )
+  with refused, cm.simulation():
+    pl.pallas_call(body, _out(*_SLAB))(np.zeros((0, 128), np.float32))
 
 
 def test_narrow_elements_are_packed():

@@ -403,13 +403,16 @@ def test_scopes_inside_loops():
 
 def test_debug_print_says_who_prints(capfd):
   def body(o_hbm):
-    pl.debug_print("core {}", lax.axis_index("core"))
+    core = lax.axis_index("core")
+    pl.debug_print("core {}", core)
+    pl.debug_print("and after", core, core + 1)
 
   made = simulating.kernel(body, out=_out(*_SLAB))
   made.run()
   printed = capfd.readouterr().out
   for core in range(2):
     assert f"[device 0, core {core}] core {core}\n" in printed
+    assert f"[device 0, core {core}] and after {core} {core + 1}\n" in printed
 
 
 def test_random_bits_depend_on_the_key_only():

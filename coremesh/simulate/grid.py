@@ -176,7 +176,6 @@ def emit(
   scratch = rest[grid.num_index_operands + num_blocks :]
   windows = [_window(em, kernel, i, array) for i, array in enumerate(arrays)]
   indices = [em.name("i") for _ in dims]
-  site = em.site("copy of a block")
   _loop(
     em,
     kernel,
@@ -184,10 +183,10 @@ def emit(
     indices,
     0,
     lambda: _step(
-      em, jaxpr, grid, (indices, dims), prefetched, windows, scratch, site
+      em, jaxpr, grid, (indices, dims), prefetched, windows, scratch
     ),
   )
-  for window, _ in windows:
+  for window, _, site in windows:
     if window is not None:
       em.line(f"{window}.leave(m, w, {site})")
 
@@ -207,11 +206,13 @@ def _loop(em, kernel, dims, indices, axis, body) -> None:
     _loop(em, kernel, dims, indices, axis + 1, body)
 
 
-def _step(em, jaxpr, grid, loop, prefetched, windows, scratch, site) -> None:
+def _step(em, jaxpr, grid, loop, prefetched, windows, scratch) -> None:
   """One point of the grid."""
   indices, dims = loop
   ids = [em.let(f"np.int32({i})") for i in indices]
-  for mapping, (window, _) in zip(grid.block_mappings, windows, strict=True):
+  for mapping, (window, _, site) in zip(
+    grid.block_mappings, windows, strict=True
+  ):
     if window is not None:
       place = _place(em, mapping, [*ids, *prefetched])
       em.line(f"{window}.move(m, w, ({place}), {site})")
@@ -220,19 +221,27 @@ def _step(em, jaxpr, grid, loop, prefetched, windows, scratch, site) -> None:
     for axis, (i, d) in enumerate(zip(indices, dims, strict=True))
     if axis not in grid.vmapped_dims
   ]
-  em.inline(jaxpr, [*prefetched, *(ref for _, ref in windows), *scratch])
+  em.inline(jaxpr, [*prefetched, *(ref for _, ref, _ in windows), *scratch])
 
 
-def _window(em, kernel, index, array) -> tuple[Any, emitter.Name]:
-  """The window on an array, and the ref that the body gets."""
+def _window(em, kernel, index, array) -> tuple[Any, emitter.Name, Any]:
+  """The window on an array, the ref that the body gets, and who copies."""
   grid, (jaxpr,) = kernel.grid, kernel.jaxprs
   var = jaxpr.invars[grid.num_index_operands + index]
   if em.refs[array.text].type is var.aval:
-    return None, array
+    return None, array, None
   mapping = grid.block_mappings[index]
   name = em.refs[array.text].name
+  if 0 in var.aval.shape:
+    raise errors.UnsupportedError(
+      f"A block needs an element along each dimension; that of {name!r} of"
+      f" kernel {kernel.name!r} has shape {var.aval.shape}. Give its BlockSpec"
+      " a block shape, or leave out an array without elements."
+    )
+  where = f"the BlockSpec of kernel {kernel.name!r}"
+  site = em.constant(machine.Site(f"copy of a block of {name!r}", where), "s")
   count = _num_buffers(grid, mapping)
-  block = control.allocate(em, name, var.aval, em.site("block"), count)
+  block = control.allocate(em, name, var.aval, site, count)
   squeezed = tuple(
     i
     for i, dim in enumerate(mapping.block_shape)
@@ -243,7 +252,7 @@ def _window(em, kernel, index, array) -> tuple[Any, emitter.Name]:
     f"Window({array}, {block}, {squeezed}, is_input={is_input},"
     f" is_output={not is_input})"
   )
-  return window, block
+  return window, block, site
 
 
 def _num_buffers(grid: Any, mapping: Any) -> int:

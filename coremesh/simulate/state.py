@@ -3,12 +3,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 import random
+import string
 from typing import Any, Literal
 
 import numpy as np
 
 from coremesh.simulate import clocks, findings, memory
 from coremesh.simulate.worker import Meeting, Site, Worker
+
+_FORMATTER = string.Formatter()
 
 type Dma = Literal["late", "early", "random"]
 
@@ -108,11 +111,14 @@ class State:
     self, worker: Worker, params: Mapping[str, Any], values: Sequence[Any]
   ) -> None:
     """`debug_print` of a worker."""
-    fmt = params.get("fmt", "")
+    text = str(params.get("fmt", ""))
     try:
-      text = str(fmt).format(*values)
+      if any(field is not None for _, field, *_ in _FORMATTER.parse(text)):
+        text = text.format(*values)
+      else:
+        text = " ".join([text, *map(str, values)])
     except (IndexError, KeyError, ValueError):
-      text = f"{fmt} {list(values)}"
+      text = f"{text} {list(values)}"
     print(f"[{worker}] {text}", flush=True)
 
   def fail_check(self, worker: Worker, message: str, site: Site) -> None:
