@@ -415,6 +415,25 @@ def test_debug_print_says_who_prints(capfd):
     assert f"[device 0, core {core}] and after {core} {core + 1}\n" in printed
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_of_other_generators_give_the_bits_of_jax(impl):
+  def draw(seed):
+    first, second = jax.random.split(jax.random.key(seed, impl=impl))
+    second = jax.random.fold_in(second, seed)
+    return jax.random.uniform(first, _SLAB) + jax.random.normal(second, _SLAB)
+
+  def body(seed, o):
+    o[...] = draw(seed[0])
+
+  with cm.simulation():
+    o = pl.pallas_call(
+      body,
+      _out(*_SLAB),
+      in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)],
+    )(np.array([3], np.int32))
+  np.testing.assert_allclose(o, draw(jnp.int32(3)), rtol=1e-5, atol=1e-6)
+
+
 def test_random_bits_depend_on_the_key_only():
   def body(o_hbm, acc):
     pltpu.prng_seed(lax.axis_index("core") % 2)

@@ -564,11 +564,6 @@ def test_fold_in_mixes_as_jax_does():
   np.testing.assert_array_equal(folded, [[12, 7 << 13 ^ 12]])
 
 
-def test_other_keys_are_refused():
-  with pytest.raises(NotImplementedError, match="pltpu.to_pallas_key; got"):
-    _run_random(lambda: jax.random.bits(jax.random.key(0), (8,)))
-
-
 def test_keys_split_and_join():
   data = np.array([[5, 6]], np.uint32)
   words = tensor_core.RULES["tpu.split_key"]({}, [], [])(data)

@@ -133,7 +133,7 @@ def stored_dtype(dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:
 
   PRNG keys are arrays of words; everything else has the shape ().
   """
-  if _dtypes.issubdtype(dtype, _dtypes.prng_key):
+  if is_key(dtype):
     return np.dtype(np.uint32), tuple(dtype._impl.key_shape)
   return np.dtype(dtype), ()
 
@@ -181,9 +181,28 @@ def eqn_types(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def rebound(eqn: Any) -> Callable[..., Any]:
-  """A function that runs an equation's primitive by itself on arrays."""
+  """A function that runs an equation's primitive by itself on arrays.
+
+  PRNG keys are given as their words.
+  """
   params = eqn.primitive.get_bind_params(eqn.params)
-  return functools.partial(eqn.primitive.bind, **params)
+  function = functools.partial(eqn.primitive.bind, **params)
+  dtypes = [v.aval.dtype for v in eqn.invars]
+  if not any(map(is_key, dtypes)):
+    return function
+  return lambda *values: function(*map(_restored, values, dtypes))
+
+
+def is_key(dtype: Any) -> bool:
+  """Whether elements are PRNG keys."""
+  return _dtypes.issubdtype(dtype, _dtypes.prng_key)
+
+
+def _restored(value: Any, dtype: Any) -> Any:
+  """The inverse of `stored`."""
+  if is_key(dtype):
+    return jax.random.wrap_key_data(value, impl=dtype._impl)
+  return value
 
 
 def scan_parts(eqn: Any, values: Sequence[Any]) -> list[list[Any]]:
@@ -346,9 +365,7 @@ def _run_on_host(
 
 def stored(array: Any) -> np.ndarray:
   """An array of a kernel on the host, PRNG keys as their words."""
-  if isinstance(array, jax.Array) and _dtypes.issubdtype(
-    array.dtype, _dtypes.prng_key
-  ):
+  if isinstance(array, jax.Array) and is_key(array.dtype):
     array = jax.random.key_data(array)
   return np.asarray(array)
 

@@ -351,7 +351,8 @@ class Emitter:
         " it with JAX's pltpu.InterpretParams."
       )
     rule = self._value_rules.get(name)
-    if rule is None:
+    is_of_keys = any(kernel_ir.is_key(t.dtype) for t in (*in_types, *out_types))
+    if rule is None or is_of_keys:
       function = fallback(eqn)
     else:
       function = rule(eqn.params, in_types, out_types)
@@ -359,7 +360,11 @@ class Emitter:
     if eqn.primitive.multiple_results:
       call = self.call(function, operands)
       self.bind(eqn, self.unpack(call, len(eqn.outvars)))
-    elif in_types and in_types[0].shape == out_types[0].shape == ():
+    elif (
+      in_types
+      and in_types[0].shape == out_types[0].shape == ()
+      and not is_of_keys
+    ):
       number = scalars.write(self, function, name, operands, out_types[0])
       self.bind(eqn, [number])
     else:
@@ -400,7 +405,7 @@ def fallback(eqn: Any) -> Callable[..., Any]:
   def call(*values):
     results = function(*values)
     if multiple:
-      return [np.asarray(r) for r in results]
-    return np.asarray(results)
+      return [kernel_ir.stored(r) for r in results]
+    return kernel_ir.stored(results)
 
   return call

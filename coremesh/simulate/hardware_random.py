@@ -39,11 +39,10 @@ class Prng:
     return bits.view(dtype)
 
 
-def _unsupported(key_type: str) -> NotImplementedError:
-  return NotImplementedError(
-    "The hardware generator takes the keys of pltpu.to_pallas_key; got"
-    f" {key_type}."
-  )
+def is_foreign(type_: Any) -> bool:
+  """Whether a type is of keys for other generators than a core's."""
+  is_key = str(type_.dtype).startswith("key<")
+  return is_key and str(type_.dtype) not in (_PALLAS, _STATEFUL)
 
 
 def _seed(params, in_avals, out_avals):
@@ -68,9 +67,7 @@ def _random_seed(params, in_avals, out_avals):
   kind = str(out_avals[0].dtype)
   if kind == _STATEFUL:
     return lambda prng, seed: np.zeros((), np.int32)
-  if kind == _PALLAS:
-    return lambda prng, seed: np.full((1, 2), int(seed) & 0xFFFFFFFF, np.uint32)
-  raise _unsupported(kind)
+  return lambda prng, seed: np.full((1, 2), int(seed) & 0xFFFFFFFF, np.uint32)
 
 
 def _random_bits(params, in_avals, out_avals):
@@ -79,8 +76,6 @@ def _random_bits(params, in_avals, out_avals):
   (out,), kind = out_avals, str(in_avals[0].dtype)
   if kind == _STATEFUL:
     return lambda prng, key: prng.random_bits(out.shape, out.dtype)
-  if kind != _PALLAS:
-    raise _unsupported(kind)
 
   def random_bits(prng, key):
     prng.seed(key)
@@ -91,10 +86,7 @@ def _random_bits(params, in_avals, out_avals):
 
 def _random_fold_in(params, in_avals, out_avals):
   """`jax.random.fold_in`: adds to the second word, then one threefry round."""
-  del params, out_avals
-  kind = str(in_avals[0].dtype)
-  if kind != _PALLAS:
-    raise _unsupported(kind)
+  del params, in_avals, out_avals
 
   def fold_in(prng, key, data):
     del prng

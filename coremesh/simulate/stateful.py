@@ -11,6 +11,9 @@ def _with(state: str, rules: Any, name: str) -> Any:
 
   def emit(em: emitter.Emitter, eqn: Any) -> None:
     in_types, out_types = kernel_ir.eqn_types(eqn)
+    if any(map(hardware_random.is_foreign, (*in_types, *out_types))):
+      em.value(eqn, name)  # Of keys that JAX's own software knows.
+      return
     function = rules[name](eqn.params, in_types, out_types)
     values = [_value(em, v) for v in eqn.invars]
     call = f"{em.constant(function, 'f')}({state}(w), {', '.join(values)})"
