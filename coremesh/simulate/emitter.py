@@ -19,6 +19,7 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   capacity,
   costs,
+  fallback,
   machine,
   memory,
   scalars,
@@ -353,7 +354,7 @@ class Emitter:
     rule = self._value_rules.get(name)
     is_of_keys = any(kernel_ir.is_key(t.dtype) for t in (*in_types, *out_types))
     if rule is None or is_of_keys:
-      function = fallback(eqn)
+      function = fallback.by_jax(eqn)
     else:
       function = rule(eqn.params, in_types, out_types)
     operands = self.atoms(eqn.invars)
@@ -395,17 +396,3 @@ class Emitter:
     head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
     # A worker's program is a generator even if it never waits.
     return "\n".join([head, *self.lines, "  return", "  yield"])
-
-
-def fallback(eqn: Any) -> Callable[..., Any]:
-  """Runs an equation through JAX itself: right, and slow."""
-  function = kernel_ir.rebound(eqn)
-  multiple = eqn.primitive.multiple_results
-
-  def call(*values):
-    results = function(*values)
-    if multiple:
-      return [kernel_ir.stored(r) for r in results]
-    return kernel_ir.stored(results)
-
-  return call
