@@ -89,11 +89,6 @@ Literal = jex_core.Literal
 DropVar = _core.DropVar
 
 
-def is_mesh_device_id(device_id_type: Any) -> bool:
-  """Whether a device id is given by mesh coordinates, not one number."""
-  return device_id_type is _pallas_primitives.DeviceIdType.MESH
-
-
 def split_ref(value: Any) -> tuple[Any, tuple[Any, ...]]:
   """A ref and the transforms on it, of a ref or a part of one."""
   transforms: tuple[Any, ...] = ()
@@ -116,16 +111,6 @@ def is_semaphore_type(ref_type: Any) -> bool:
   return dtype is not None and _dtypes.issubdtype(
     dtype, _pallas_core.semaphore_dtype
   )
-
-
-def semaphore_kind(ref_type: Any) -> str:
-  """ "dma", "barrier" or "regular"."""
-  dtype = ref_type.dtype
-  if _dtypes.issubdtype(dtype, _mosaic_core.dma_semaphore):
-    return "dma"
-  if _dtypes.issubdtype(dtype, _pallas_core.barrier_semaphore):
-    return "barrier"
-  return "regular"
 
 
 def stored_dtype(dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:

@@ -7,9 +7,7 @@ from coremesh import errors
 from coremesh.simulate import access, emitter
 
 
-def target(
-  em: emitter.Emitter, device_id: Any, core_index: Any, device_id_type: Any
-) -> str | None:
+def target(em: emitter.Emitter, device_id: Any, core_index: Any) -> str | None:
   """Source of (device, coordinates) of another worker; None for this one."""
   if device_id is None and core_index is None:
     return None

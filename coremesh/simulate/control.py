@@ -6,7 +6,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import emitter, memory
+from coremesh.simulate import emitter
 
 
 def _call(em: emitter.Emitter, eqn: Any) -> None:
@@ -242,6 +242,3 @@ RULES = {
   "tpu.trace_value": _nothing,
   "debugging.debug_print": _debug_print,
 }
-
-# What the rules of a program may call.
-HELPERS = {"memory": memory}

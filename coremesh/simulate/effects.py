@@ -12,7 +12,7 @@ def _signal(em: emitter.Emitter, eqn: Any) -> None:
   part = access.Part(em, ref, transforms)
   site = em.site(f"signal of {part.declaration.name!r}")
   part.declaration.signallers.append(em.constants[str(site)].line)
-  target = address.target(em, device_id, core, eqn.params["device_id_type"])
+  target = address.target(em, device_id, core)
   bank = address.reached(em, part, target, site)
   semaphore = part.semaphore(site, bank)
   with em.block(f"if m.signal(w, {semaphore}, {amount}, {site}):"):
@@ -67,7 +67,7 @@ def _dma_start(em: emitter.Emitter, eqn: Any) -> None:
   site = em.site(
     f"copy from {src.declaration.name!r} to {dst.declaration.name!r}"
   )
-  target = address.target(em, device_id, None, eqn.params["device_id_type"])
+  target = address.target(em, device_id, None)
   dst_name = address.reached(em, dst, target, site)
   size = src.num_bytes()
   src_steps = src.steps(site, reaches_padding=True)

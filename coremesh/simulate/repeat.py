@@ -10,7 +10,6 @@ from jax.experimental.pallas import tpu as pltpu
 import numpy as np
 
 from coremesh import errors
-from coremesh._compat import logs
 from coremesh.simulate.findings import Finding, SimulationError
 from coremesh.simulate.params import SimulatorParams, reset
 from coremesh.simulate.session import Simulation
@@ -133,7 +132,7 @@ class Runner:
     session.begin(seed, dma)
     outputs = None
     try:
-      with logs.quiet_callbacks(), simulating(self._params):
+      with simulating(self._params):
         outputs = _on_host(self._fn(*self._args))
     except SimulationError as error:
       if not session.findings:

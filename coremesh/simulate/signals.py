@@ -126,7 +126,7 @@ class Signals(memories.Memories):
 
   def meeting(self, worker: Worker) -> Meeting:
     """The barrier of the subcores of the worker's SparseCore."""
-    axis, subcore_axis = tuple(worker.coords)
+    axis, _ = worker.coords
     key = (worker.device, worker.mesh_index, worker.coords[axis])
     meeting = self.meetings.get(key)
     if meeting is None:
@@ -138,7 +138,6 @@ class Signals(memories.Memories):
         and w.coords[axis] == worker.coords[axis]
       ]
       where = f"device {worker.device}, {axis} {worker.coords[axis]}"
-      del subcore_axis
       meeting = self.meetings[key] = Meeting(len(others), where)
     return meeting
 
