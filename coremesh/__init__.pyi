@@ -78,6 +78,7 @@ from .simulate.explore import explore as explore
 from .simulate.findings import DeadlockError as DeadlockError
 from .simulate.findings import Finding as Finding
 from .simulate.findings import SimulationError as SimulationError
+from .simulate.kernel_timeline import KernelTimeline as KernelTimeline
 from .simulate.mutate import Mutant as Mutant
 from .simulate.mutate import MutationReport as MutationReport
 from .simulate.mutate import mutate as mutate
@@ -85,5 +86,4 @@ from .simulate.params import SimulatorParams as SimulatorParams
 from .simulate.report import Report as Report
 from .simulate.session import KernelRun as KernelRun
 from .simulate.session import Simulation as Simulation
-from .simulate.timeline import KernelTimeline as KernelTimeline
 from .simulate.timeline import Timeline as Timeline

@@ -96,6 +96,65 @@ def test_modules_import_only_downwards_and_leftwards():
   assert not _faults(_PACKAGE)
 
 
+def _graph(root: pathlib.Path) -> dict[str, set[str]]:
+  """The modules of a package that each of them imports."""
+  paths = {
+    ".".join([root.name, *p.relative_to(root).with_suffix("").parts]): p
+    for p in root.rglob("*.py")
+  }
+  graph = {}
+  for module, path in paths.items():
+    package = module.rpartition(".")[0]
+    names = {n for _, n in _imports(ast.parse(path.read_text()), package)}
+    folders = {f"{n}.__init__" for n in names}
+    # What is imported from a module is named after it.
+    whole = {n.rpartition(".")[0] for n in names}
+    graph[module] = (names | folders | whole) & set(paths) - {module}
+  return graph
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+  """Modules that import each other in turn, [] if none do."""
+  done: set[str] = set()
+
+  def visit(module: str, above: list[str]) -> list[str]:
+    if module in above:
+      return [*above[above.index(module) :], module]
+    if module in done:
+      return []
+    for other in sorted(graph[module]):
+      if found := visit(other, [*above, module]):
+        return found
+    done.add(module)
+    return []
+
+  return next(filter(None, (visit(m, []) for m in sorted(graph))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle():
+  assert not _circle(_graph(_PACKAGE))
+
+
+@pytest.mark.parametrize(
+  "back",
+  [
+    "from coremesh.tune import search",
+    "import coremesh.tune.search",
+    "def f():\n  importlib.import_module('coremesh.tune.search')",
+  ],
+)
+def test_a_circle_is_found(back, tmp_path):
+  files = {
+    "tune/search.py": "from coremesh.tune import cost",
+    "tune/cost.py": "from coremesh.tune.model import Model",
+    "tune/model.py": back,
+  }
+  found = _circle(_graph(_write(tmp_path, files)))
+  assert set(found) == {
+    f"coremesh.tune.{n}" for n in ("search", "cost", "model")
+  }
+
+
 def test_every_module_of_the_package_is_looked_at():
   seen = {p.name for p in _PACKAGE.rglob("*.py")}
   assert {"launch.py", "kernel_ir.py", "aot.py", "__init__.py"} <= seen

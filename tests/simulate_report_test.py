@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import importlib
 import json
 import re
 
@@ -17,7 +16,7 @@ import pytest
 
 import coremesh as cm
 from coremesh.cli import main
-from coremesh.simulate import rates, timeline
+from coremesh.simulate import kernel_timeline, picture, rates
 from tests import simulating, support
 
 _PS = rates.PS_PER_SECOND
@@ -72,7 +71,7 @@ def _timeline(made: simulating.Kernel, *args, **options):
   return found
 
 
-def _times(found: timeline.KernelTimeline):
+def _times(found: kernel_timeline.KernelTimeline):
   """All that a timeline says of time."""
   return [
     (
@@ -528,7 +527,6 @@ def test_the_picture_shows_work_waits_and_copies(tmp_path):
 
 
 def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
-  picture = importlib.import_module("coremesh.simulate.picture")
   [(_, found)] = _swapped().timeline.runs
   lane = found.lanes[0]
 
@@ -538,7 +536,7 @@ def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
       end = lane.intervals[0].end_ps + i * delay_ps
       first = type(lane.intervals[0])("compute", 0, end)
       lanes.append(
-        timeline.Lane(
+        kernel_timeline.Lane(
           index=i,
           device=i // 64,
           kind="vector subcore",
@@ -547,18 +545,18 @@ def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
           copies=(),
         )
       )
-    run = timeline.KernelTimeline(
+    run = kernel_timeline.KernelTimeline(
       kernel="many",
       lanes=tuple(lanes),
       end_ps=2 * lane.intervals[0].end_ps,
       chip_rates=found.chip_rates,
     )
-    return timeline.in_sequence([run])
+    return kernel_timeline.in_sequence([run])
 
   [row] = picture._rows(many(256, 0))
   assert row.label == "device 0-3, core 0-3, subcore 0-15  (x256)"
   assert len(picture._rows(many(256, 1))) == 256
-  pages = many(66, 1).save_png(tmp_path / "many.png")
+  pages = picture.save(many(66, 1), tmp_path / "many.png")
   assert [p.name for p in pages] == ["many.png", "many-2.png"]
   assert all("#0b5cad" in _colours(page) for page in pages)
 

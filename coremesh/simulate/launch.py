@@ -14,13 +14,13 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   execution,
   findings,
+  kernel_timeline,
   machine,
   program,
   rates,
   recorder,
   session,
   synchronisation,
-  timeline,
 )
 
 
@@ -163,7 +163,7 @@ class Launch:
     """The run in model time, None if nobody asked for it."""
     if self._rates is None:
       return None
-    return timeline.model(
+    return kernel_timeline.model(
       self._kernel.name, mach.timeline, mach.workers, self._rates
     )
 

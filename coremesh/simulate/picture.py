@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from coremesh.simulate import report, timeline
+from coremesh.simulate import kernel_timeline, report
 
 _FOLD_ABOVE = 24
 _MAX_ROWS = 64
@@ -41,14 +41,14 @@ class _Row:
   """Workers that do the same at the same times, over all kernels."""
 
   label: str
-  parts: tuple[tuple[int, timeline.Lane], ...]
+  parts: tuple[tuple[int, kernel_timeline.Lane], ...]
 
 
 def save(
-  found: timeline.Timeline, path: pathlib.Path
+  runs: kernel_timeline.Runs, path: pathlib.Path
 ) -> tuple[pathlib.Path, ...]:
   """Draws a timeline; see `Timeline.save_png`."""
-  rows = _rows(found)
+  rows = _rows(runs)
   starts = range(0, max(1, len(rows)), _MAX_ROWS)
   pages = []
   for number, start in enumerate(starts, start=1):
@@ -56,15 +56,15 @@ def save(
     if number > 1:
       page = path.with_name(f"{path.stem}-{number}{path.suffix}")
     of = f", page {number} of {len(starts)}" if len(starts) > 1 else ""
-    figure = _figure(found, rows[start : start + _MAX_ROWS], of)
+    figure = _figure(runs, rows[start : start + _MAX_ROWS], of)
     FigureCanvasAgg(figure).print_png(page)
     pages.append(page)
   return tuple(pages)
 
 
-def _rows(found: timeline.Timeline) -> list[_Row]:
-  lanes: dict[tuple[Any, ...], list[tuple[int, timeline.Lane]]] = {}
-  for start, run in found.runs:
+def _rows(runs: kernel_timeline.Runs) -> list[_Row]:
+  lanes: dict[tuple[Any, ...], list[tuple[int, kernel_timeline.Lane]]] = {}
+  for start, run in runs:
     for lane in run.lanes:
       lanes.setdefault(lane.place, []).append((start, lane))
   order = sorted(lanes, key=lambda place: (place[0], place[1], place[2]))
@@ -80,7 +80,7 @@ def _rows(found: timeline.Timeline) -> list[_Row]:
   ]
 
 
-def _shape(start: int, lane: timeline.Lane) -> tuple[Any, ...]:
+def _shape(start: int, lane: kernel_timeline.Lane) -> tuple[Any, ...]:
   """What is drawn of a lane."""
   return (
     start,
@@ -89,16 +89,16 @@ def _shape(start: int, lane: timeline.Lane) -> tuple[Any, ...]:
   )
 
 
-def _label(lanes: Sequence[timeline.Lane]) -> str:
+def _label(lanes: Sequence[kernel_timeline.Lane]) -> str:
   text = report.described(lanes)
   return text.split(": ")[-1] + (f"  (x{len(lanes)})" if len(lanes) > 1 else "")
 
 
-def _figure(found, rows: Sequence[_Row], page: str) -> Figure:
-  total = found.seconds
+def _figure(runs, rows: Sequence[_Row], page: str) -> Figure:
+  total = kernel_timeline.seconds(runs)
   unit, scale = ("us", 1e6) if total < 1e-3 else ("ms", 1e12 / 1e9)
   per_row = 0.42 if len(rows) <= 16 else 0.3 if len(rows) <= 32 else 0.22
-  notes = _notes(found)
+  notes = _notes(runs)
   height = per_row * max(1, len(rows)) + 1.5 + 0.16 * len(notes)
   figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
   axes = figure.add_subplot()
@@ -113,7 +113,7 @@ def _figure(found, rows: Sequence[_Row], page: str) -> Figure:
   axes.tick_params(axis="y", length=0)
   for number in range(1, len(rows)):
     axes.axhline(number, color="#d9d9d9", linewidth=0.5, zorder=0)
-  _mark_kernels(axes, found, per_ps)
+  _mark_kernels(axes, runs, per_ps)
   axes.grid(axis="x", color="#e6e6e6", linewidth=0.5, zorder=0)
   axes.set_axisbelow(True)
   for side in ("top", "right", "left"):
@@ -126,7 +126,7 @@ def _figure(found, rows: Sequence[_Row], page: str) -> Figure:
     top=1 - 0.74 / height,
     bottom=below / height,
   )
-  _head(figure, found, page, height)
+  _head(figure, runs, page, height)
   for line, text in enumerate(notes):
     y = (0.06 + 0.16 * (len(notes) - 1 - line)) / height
     figure.text(0.012, y, text, fontsize=7, color="#555555")
@@ -157,7 +157,7 @@ def _draw(axes: Any, number: int, row: _Row, per_ps: float) -> None:
     )
 
 
-def _merged(lane: timeline.Lane) -> Iterator[tuple[str, int, int]]:
+def _merged(lane: kernel_timeline.Lane) -> Iterator[tuple[str, int, int]]:
   """Intervals of computing and waiting, neighbours of a kind as one."""
   last: tuple[str, int, int] | None = None
   for interval in lane.intervals:
@@ -176,18 +176,18 @@ def _merged(lane: timeline.Lane) -> Iterator[tuple[str, int, int]]:
     yield last
 
 
-def _mark_kernels(axes: Any, found: timeline.Timeline, per_ps: float) -> None:
+def _mark_kernels(axes: Any, runs: kernel_timeline.Runs, per_ps: float) -> None:
   """Where one kernel ends and the next begins, if there are several."""
-  starts = sorted({start for start, _ in found.runs})
+  starts = sorted({start for start, _ in runs})
   for start in starts[1:]:
     axes.axvline(start * per_ps, color="#333333", linewidth=0.8, zorder=4)
 
 
-def _head(figure: Figure, found, page: str, height: float) -> None:
-  kernels = ", ".join(dict.fromkeys(run.kernel for _, run in found.runs))
+def _head(figure: Figure, runs, page: str, height: float) -> None:
+  kernels = ", ".join(dict.fromkeys(run.kernel for _, run in runs))
   if len(kernels) > 80:
     kernels = kernels[:77] + "..."
-  chips = {run.chip_rates.chip.generation for _, run in found.runs}
+  chips = {run.chip_rates.chip.generation for _, run in runs}
   figure.text(
     0.012,
     1 - 0.3 / height,
@@ -210,9 +210,9 @@ def _head(figure: Figure, found, page: str, height: float) -> None:
   )
 
 
-def _notes(found: timeline.Timeline) -> list[str]:
+def _notes(runs: kernel_timeline.Runs) -> list[str]:
   lines: list[str] = []
-  for text in found.assumptions:
+  for text in kernel_timeline.assumptions(runs):
     if lines and len(lines[-1]) + len(text) < 190:
       lines[-1] += " " + text
     else:

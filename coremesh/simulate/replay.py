@@ -12,76 +12,10 @@ import dataclasses
 import heapq
 from typing import Any
 
-from coremesh.simulate import memory, rates, recorder
+from coremesh.simulate import rates, recorder, traffic
+from coremesh.simulate.intervals import Cause, Interval
 
 _ARRIVAL, _WORKER = 0, 1
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Cause:
-  """What a wait may be waiting for: a signal, a copy, or a late worker.
-
-  Attributes:
-    kind: "signal", "copy" or "arrival" (of the last worker at a barrier).
-    worker: the index of who sent or started it.
-    what: what it did, with the user's line.
-    sent_ps: when.
-    arrives_ps: when the waiting worker can know.
-  """
-
-  kind: str
-  worker: int
-  what: str
-  sent_ps: int
-  arrives_ps: int
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Interval:
-  """What a worker does for a while.
-
-  Attributes:
-    kind: "compute", "issue" (of a signal, a copy, or a wait that is over) or
-      "wait".
-    start_ps, end_ps: when.
-    what: what it does, with the user's line; "" for compute.
-    on: the semaphore (or barrier) waited for, "" otherwise.
-    causes: what ended the wait; none if it never ended, or needed none.
-    ends: whether a wait ended.
-  """
-
-  kind: str
-  start_ps: int
-  end_ps: int
-  what: str = ""
-  on: str = ""
-  causes: tuple[Cause, ...] = ()
-  ends: bool = True
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Copy:
-  """A DMA in flight, or a block that a grid copies.
-
-  Attributes:
-    worker: the index of who started it.
-    start_ps, end_ps: when.
-    src, dst: the memories, in words.
-    spaces: their kinds, such as ("hbm", "vmem").
-    link: (from device, to device), None within one.
-    num_bytes: how much.
-    what: the operation, with the user's line.
-  """
-
-  worker: int
-  start_ps: int
-  end_ps: int
-  src: str
-  dst: str
-  spaces: tuple[str, str]
-  link: tuple[int, int] | None
-  num_bytes: int
-  what: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,14 +47,13 @@ class Replay:
     workers: list[Any],
     chip_rates: rates.Rates,
   ):
-    self._rates = chip_rates
     self._workers = workers
     self._logs = [recorded.logs.get(w, []) for w in workers]
     self._semaphores = {
       s: _Semaphore(count) for s, count in recorded.counts.items()
     }
     self._meetings: dict[Any, list[tuple[int, recorder.Meet, int]]] = {}
-    self._free_ps: dict[tuple[Any, ...], int] = {}
+    self._traffic = traffic.Traffic(chip_rates)
     self._copies_of: dict[Any, Cause] = {}
     self._windows: dict[Any, tuple[int, int]] = {}
     self._queue: list[tuple[Any, ...]] = []
@@ -130,7 +63,7 @@ class Replay:
     self._now = [0] * len(workers)
     self._busy = [0] * len(workers)
     self.intervals: list[list[Interval]] = [[] for _ in workers]
-    self.copies: list[Copy] = []
+    self.copies = self._traffic.copies
     self.end_ps = 0
     self._run()
 
@@ -291,48 +224,19 @@ class Replay:
   def _start(self, index: int, transfer: Any) -> None:
     what = str(transfer.site)
     sent = self._issue(index, what)
-    read, end = self._copied(
-      index, sent, transfer.src, transfer.dst, transfer.num_bytes, what
+    read, end = self._traffic.copy(
+      index,
+      sent,
+      src=transfer.src,
+      dst=transfer.dst,
+      num_bytes=transfer.num_bytes,
+      what=what,
     )
     self._copies_of[transfer] = Cause("copy", index, what, sent, end)
     for semaphore, time in ((transfer.src_sem, read), (transfer.dst_sem, end)):
       if semaphore is not None:
         cause = Cause("copy", index, what, sent, time)
         self._send(time, semaphore, transfer.num_bytes, cause)
-
-  def _copied(
-    self, index: int, start: int, src: Any, dst: Any, num_bytes: int, what: str
-  ) -> tuple[int, int]:
-    """When a copy has read, and when it has written."""
-    crosses = src.place[0] != dst.place[0]
-    done = start + rates.COPY_LATENCY_PS
-    read = done = max(done, self._pass(start, num_bytes, _place(src)))
-    if crosses:
-      link = ("link", src.place[0], dst.place[0])
-      done = max(done, self._pass(start, num_bytes, link))
-      done += rates.LINK_LATENCY_PS
-    done = max(done, self._pass(start, num_bytes, _place(dst)))
-    self.copies.append(
-      Copy(
-        worker=index,
-        start_ps=start,
-        end_ps=done,
-        src=str(src),
-        dst=str(dst),
-        spaces=(src.family.space, dst.family.space),
-        link=(src.place[0], dst.place[0]) if crosses else None,
-        num_bytes=num_bytes,
-        what=what,
-      )
-    )
-    return read, done
-
-  def _pass(self, start: int, num_bytes: int, place: tuple[Any, ...]) -> int:
-    """When bytes have gone through a memory or a link, after those before."""
-    first = max(start + rates.COPY_LATENCY_PS, self._free_ps.get(place, 0))
-    end = first + self._rates.transfer_ps(num_bytes, place)
-    self._free_ps[place] = end
-    return end
 
   def _block(self, time: int, index: int, event: recorder.Block) -> None:
     """A block of a grid, which a TPU copies while it computes on another.
@@ -343,13 +247,13 @@ class Replay:
     key = (event.window, event.src is event.window.block)
     last_time, last_end = self._windows.get(key, (0, 0))
     goes_out = key[1]
-    _, end = self._copied(
+    _, end = self._traffic.copy(
       index,
       time if goes_out else last_time,
-      event.src,
-      event.dst,
-      event.num_bytes,
-      str(event.site),
+      src=event.src,
+      dst=event.dst,
+      num_bytes=event.num_bytes,
+      what=str(event.site),
     )
     self._windows[key] = (time, end)
     arrives = last_end if goes_out else end
@@ -389,15 +293,3 @@ class Replay:
       for index, event, since in here:
         on = f"subcore_barrier of {meeting.where}"
         yield index, str(event.site), on, since
-
-
-def _place(buffer: memory.Buffer) -> tuple[Any, ...]:
-  """What a copy goes through at a buffer, as `Rates` knows it."""
-  space, device = buffer.family.space, buffer.place[0]
-  if space in ("hbm", "host"):
-    return (space, device)
-  if space == "vmem_shared":
-    return (space, *buffer.place)
-  mesh = buffer.family.mesh
-  is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
-  return (is_sparse, type(mesh).__name__, *buffer.place)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coremesh.simulate import rates, timeline
+from coremesh.simulate import kernel_timeline, rates
 
 _WIDTH = 100
 _MAX_LINKS = 16
@@ -144,7 +144,7 @@ def _workers_table(runs) -> Table:
     *("kernel", "workers", "compute", "waiting", "copies in flight"),
     right=("compute", "waiting", "copies in flight"),
   )
-  rows: dict[tuple[str, ...], list[timeline.Lane]] = {}
+  rows: dict[tuple[str, ...], list[kernel_timeline.Lane]] = {}
   for run in runs:
     for lane in run.timeline.lanes:
       shares = [f"{s:.0%}" for s in run.timeline.shares(lane).values()]
@@ -159,9 +159,9 @@ def _workers_table(runs) -> Table:
   return table
 
 
-def _by_device(runs) -> dict[tuple[str, ...], list[timeline.Lane]]:
+def _by_device(runs) -> dict[tuple[str, ...], list[kernel_timeline.Lane]]:
   """A row for each kernel and kind of worker: the range of their shares."""
-  groups: dict[tuple[str, str], list[tuple[Any, timeline.Lane]]] = {}
+  groups: dict[tuple[str, str], list[tuple[Any, kernel_timeline.Lane]]] = {}
   for run in runs:
     for lane in run.timeline.lanes:
       groups.setdefault((run.kernel, lane.kind), []).append((run, lane))
@@ -188,7 +188,7 @@ def _waits_table(runs) -> Table:
     right=("waited", "workers alike"),
   )
   table.columns[1].no_wrap = True
-  kinds: dict[tuple[str, str, str], list[timeline.Waiting]] = {}
+  kinds: dict[tuple[str, str, str], list[kernel_timeline.Waiting]] = {}
   for run in runs:
     for wait in run.timeline.waits:
       kinds.setdefault((run.kernel, wait.what, wait.by_what), []).append(wait)
@@ -215,7 +215,7 @@ def _assumptions(runs) -> list[str]:
   return [first, *(f"* {text}" for text in dict.fromkeys(texts))]
 
 
-def described(lanes: Sequence[timeline.Lane]) -> str:
+def described(lanes: Sequence[kernel_timeline.Lane]) -> str:
   """Workers in words: "device 0, core 1", or "4 TensorCores: device 0-3, ..."
 
   Of several, each axis says which of it they have.
@@ -295,7 +295,7 @@ def _run_as_dict(run: Any) -> dict[str, Any]:
   }
 
 
-def _timed(found: timeline.KernelTimeline) -> Mapping[str, Any]:
+def _timed(found: kernel_timeline.KernelTimeline) -> Mapping[str, Any]:
   return {
     "is_modelled": True,
     "chip": found.chip_rates.chip.generation,

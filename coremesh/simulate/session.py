@@ -5,6 +5,7 @@ import dataclasses
 import threading
 
 from coremesh import errors
+from coremesh.simulate import kernel_timeline
 from coremesh.simulate import report as reports
 from coremesh.simulate import timeline as timelines
 from coremesh.simulate.findings import Finding, SimulationError, error_of
@@ -37,7 +38,7 @@ class KernelRun:
   seconds: float
   turns: int = 0
   dma: str = "late"
-  timeline: timelines.KernelTimeline | None = None
+  timeline: kernel_timeline.KernelTimeline | None = None
 
 
 class Simulation:
@@ -81,7 +82,7 @@ class Simulation:
         " `with cm.simulation(timeline=True) as run:`, and take run.timeline"
         " afterwards."
       )
-    return timelines.in_sequence(found)
+    return timelines.Timeline(kernel_timeline.in_sequence(found))
 
   def error(self) -> SimulationError | None:
     """What the last run that was wrong raised, None if none was.

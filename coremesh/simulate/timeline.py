@@ -1,202 +1,12 @@
-"""What each worker of a simulation did when: a model of it, not a measurement.
+"""The timeline of a simulation, and how it becomes a file: `run.timeline`."""
 
-A lane for each worker says when it computes, when it waits and for what, and
-which of its copies are in flight. `Timeline.save_png` draws it, and
-`Timeline.save_trace` writes it for https://ui.perfetto.dev.
-"""
-
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import functools
 import importlib
 import os
 import pathlib
-from typing import Any
 
 from coremesh import errors
-from coremesh.simulate import rates, recorder, replay
-
-_KINDS = {
-  "TensorCoreMesh": "TensorCore",
-  "VectorSubcoreMesh": "vector subcore",
-  "ScalarSubcoreMesh": "scalar subcore",
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
-  """One worker.
-
-  Attributes:
-    index: which of the workers of its run; causes and copies name it by that.
-    device: its index in the device mesh.
-    kind: "TensorCore", "vector subcore" or "scalar subcore".
-    coords: its place on its mesh of cores, by axis.
-    intervals: what it does, one after another.
-    copies: what it has in flight, which may overlap.
-  """
-
-  index: int
-  device: int
-  kind: str
-  coords: tuple[tuple[Any, int], ...]
-  intervals: tuple[replay.Interval, ...]
-  copies: tuple[replay.Copy, ...]
-
-  @property
-  def place(self) -> tuple[Any, ...]:
-    """What tells it from other workers."""
-    return (self.device, self.kind, self.coords)
-
-  @property
-  def name(self) -> str:
-    """As in findings: "device 0, core 1"."""
-    parts = [f"device {self.device}", *(f"{a} {i}" for a, i in self.coords)]
-    return ", ".join(parts)
-
-  def waits_for_itself(self, interval: replay.Interval) -> bool:
-    """Whether a wait was ended by what the worker itself had started."""
-    causes = interval.causes
-    return bool(causes) and all(c.worker == self.index for c in causes)
-
-  def compute_ps(self) -> int:
-    """How long it works, issuing signals and copies included."""
-    return _length(i for i in self.intervals if i.kind != "wait")
-
-  def waiting_ps(self) -> int:
-    """How long it waits."""
-    return _length(i for i in self.intervals if i.kind == "wait")
-
-  def copying_ps(self) -> int:
-    """How long at least one of its copies is in flight."""
-    total = end = 0
-    for copy in sorted(self.copies, key=lambda c: (c.start_ps, c.end_ps)):
-      total += max(0, copy.end_ps - max(end, copy.start_ps))
-      end = max(end, copy.end_ps)
-    return total
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
-  """How long a worker waited for one thing, in all.
-
-  Attributes:
-    lane: the worker's name.
-    what: what it does: "wait for 'ready' at kernel.py:12 (body)".
-    on: the semaphore or barrier, with whose it is.
-    by: the name of the worker who ended it, "nobody" if it waits for ever.
-    by_what: what that worker did, with its line.
-    seconds: modelled.
-    count: how often.
-  """
-
-  lane: str
-  what: str
-  on: str
-  by: str
-  by_what: str
-  seconds: float
-  count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelTimeline:
-  """One run of one kernel in model time, which starts at 0.
-
-  Attributes:
-    kernel: its name.
-    lanes: one for each worker.
-    end_ps: when the last worker and the last copy are done, in picoseconds.
-    chip_rates: what the times are made from.
-  """
-
-  kernel: str
-  lanes: tuple[Lane, ...]
-  end_ps: int
-  chip_rates: rates.Rates
-
-  @property
-  def seconds(self) -> float:
-    """How long the kernel takes, modelled."""
-    return self.end_ps / rates.PS_PER_SECOND
-
-  @property
-  def devices(self) -> tuple[int, ...]:
-    """The devices that ran it together."""
-    return tuple(sorted({lane.device for lane in self.lanes}))
-
-  def shares(self, lane: Lane) -> Mapping[str, float]:
-    """Parts of the kernel's time that a worker computes, waits, and copies."""
-    end = self.end_ps or 1
-    return {
-      "compute": lane.compute_ps() / end,
-      "waiting": lane.waiting_ps() / end,
-      "copies in flight": lane.copying_ps() / end,
-    }
-
-  @functools.cached_property
-  def waits(self) -> tuple[Waiting, ...]:
-    """Who waited on what and on whom, the longest first."""
-    total: Counter[tuple[str, ...]] = Counter()
-    count: Counter[tuple[str, ...]] = Counter()
-    for lane in self.lanes:
-      for interval in lane.intervals:
-        if interval.kind == "wait" and interval.end_ps > interval.start_ps:
-          who = self.who_ended(interval)
-          key = (lane.name, interval.what, interval.on, *who)
-          total[key] += interval.end_ps - interval.start_ps
-          count[key] += 1
-    found = sorted(total, key=lambda key: (-total[key], key))
-    return tuple(
-      Waiting(
-        lane=key[0],
-        what=key[1],
-        on=key[2],
-        by=key[3],
-        by_what=key[4],
-        seconds=total[key] / rates.PS_PER_SECOND,
-        count=count[key],
-      )
-      for key in found
-    )
-
-  def who_ended(self, interval: replay.Interval) -> tuple[str, str]:
-    """Who ended a wait, and how, with the line."""
-    if not interval.causes:
-      return "nobody", ""
-    last = max(interval.causes, key=lambda c: c.arrives_ps)
-    return self.lanes[last.worker].name, last.what
-
-
-def model(
-  kernel: str,
-  recorded: recorder.Recorder,
-  workers: Sequence[Any],
-  chip_rates: rates.Rates,
-) -> KernelTimeline:
-  """The timeline of a run, from what its workers noted."""
-  recorded.finish(workers)
-  result = replay.Replay(recorded, list(workers), chip_rates)
-  copies: list[list[replay.Copy]] = [[] for _ in workers]
-  for copy in sorted(result.copies, key=lambda c: c.start_ps):
-    copies[copy.worker].append(copy)
-  return KernelTimeline(
-    kernel=kernel,
-    lanes=tuple(
-      Lane(
-        index=i,
-        device=worker.device,
-        kind=_KINDS.get(type(worker.mesh).__name__, "core"),
-        coords=tuple(worker.coords.items()),
-        intervals=tuple(result.intervals[i]),
-        copies=tuple(copies[i]),
-      )
-      for i, worker in enumerate(workers)
-    ),
-    end_ps=result.end_ps,
-    chip_rates=chip_rates,
-  )
+from coremesh.simulate import kernel_timeline, trace_events
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,19 +20,17 @@ class Timeline:
     runs: each kernel with the picosecond at which it starts.
   """
 
-  runs: tuple[tuple[int, KernelTimeline], ...]
+  runs: kernel_timeline.Runs
 
   @property
   def seconds(self) -> float:
     """From the start of the first kernel to the end of the last, modelled."""
-    ends = [start + run.end_ps for start, run in self.runs]
-    return max(ends, default=0) / rates.PS_PER_SECOND
+    return kernel_timeline.seconds(self.runs)
 
   @property
   def assumptions(self) -> tuple[str, ...]:
     """What the model takes for granted."""
-    texts = [t for _, run in self.runs for t in run.chip_rates.assumptions()]
-    return tuple(dict.fromkeys(texts))
+    return kernel_timeline.assumptions(self.runs)
 
   def save_png(self, path: str | os.PathLike[str]) -> tuple[pathlib.Path, ...]:
     """Draws a row for each worker.
@@ -253,7 +61,7 @@ class Timeline:
       raise errors.UnsupportedError(
         "save_png needs matplotlib: pip install 'coremesh[plot]'."
       ) from error
-    return picture.save(self, path)
+    return picture.save(self.runs, path)
 
   def save_trace(self, path: str | os.PathLike[str]) -> pathlib.Path:
     """Writes a trace that https://ui.perfetto.dev and chrome://tracing open.
@@ -267,22 +75,4 @@ class Timeline:
     Returns:
       The path.
     """
-    trace = importlib.import_module("coremesh.simulate.trace_events")
-    return trace.save(self, pathlib.Path(path))
-
-
-def in_sequence(runs: Iterable[KernelTimeline]) -> Timeline:
-  """Kernels one after another on each device, and side by side on several."""
-  free: Counter[int] = Counter()
-  placed = []
-  for run in runs:
-    start = max((free[d] for d in run.devices), default=0)
-    placed.append((start, run))
-    for device in run.devices:
-      free[device] = start + run.end_ps
-  placed.sort(key=lambda item: (item[0], item[1].devices))
-  return Timeline(tuple(placed))
-
-
-def _length(intervals: Iterable[replay.Interval]) -> int:
-  return sum(i.end_ps - i.start_ps for i in intervals)
+    return trace_events.save(self.runs, pathlib.Path(path))

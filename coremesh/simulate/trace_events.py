@@ -9,39 +9,39 @@ import json
 import pathlib
 from typing import Any
 
-from coremesh.simulate import replay, timeline
+from coremesh.simulate import intervals, kernel_timeline
 
 _PS_PER_US = 1_000_000
 
 
-def save(found: timeline.Timeline, path: pathlib.Path) -> pathlib.Path:
+def save(runs: kernel_timeline.Runs, path: pathlib.Path) -> pathlib.Path:
   """Writes the trace of a timeline."""
-  path.write_text(json.dumps(as_dict(found)))
+  path.write_text(json.dumps(as_dict(runs)))
   return path
 
 
-def as_dict(found: timeline.Timeline) -> dict[str, Any]:
+def as_dict(runs: kernel_timeline.Runs) -> dict[str, Any]:
   """The trace of a timeline."""
-  threads = _threads(found)
-  events = list(_names(found, threads))
+  threads = _threads(runs)
+  events = list(_names(runs, threads))
   ids = itertools.count(1)
-  for start, run in found.runs:
+  for start, run in runs:
     events += _Run(start, run, threads, ids).events()
   return {
     "traceEvents": events,
     "displayTimeUnit": "ns",
     "otherData": {
       "time": "modelled, not measured",
-      "assumptions": list(found.assumptions),
+      "assumptions": list(kernel_timeline.assumptions(runs)),
     },
   }
 
 
-def _threads(found: timeline.Timeline) -> dict[tuple[Any, ...], int]:
+def _threads(runs: kernel_timeline.Runs) -> dict[tuple[Any, ...], int]:
   """A number for each worker among those of its device."""
   threads: dict[tuple[Any, ...], int] = {}
   count: dict[int, int] = {}
-  for _, run in found.runs:
+  for _, run in runs:
     for lane in run.lanes:
       if lane.place not in threads:
         count[lane.device] = count.get(lane.device, 0) + 1
@@ -49,8 +49,8 @@ def _threads(found: timeline.Timeline) -> dict[tuple[Any, ...], int]:
   return threads
 
 
-def _names(found, threads) -> Iterator[dict[str, Any]]:
-  lanes = {lane.place: lane for _, run in found.runs for lane in run.lanes}
+def _names(runs, threads) -> Iterator[dict[str, Any]]:
+  lanes = {lane.place: lane for _, run in runs for lane in run.lanes}
   for device in sorted({lane.device for lane in lanes.values()}):
     yield {
       "ph": "M",
@@ -70,7 +70,9 @@ def _names(found, threads) -> Iterator[dict[str, Any]]:
 class _Run:
   """The events of one run of a kernel."""
 
-  def __init__(self, start_ps: int, run: timeline.KernelTimeline, threads, ids):
+  def __init__(
+    self, start_ps: int, run: kernel_timeline.KernelTimeline, threads, ids
+  ):
     self._start_ps = start_ps
     self._run = run
     self._threads = threads
@@ -85,7 +87,7 @@ class _Run:
       for copy in lane.copies:
         yield from self._copy(lane, copy)
 
-  def _at(self, lane: timeline.Lane, time_ps: int) -> dict[str, Any]:
+  def _at(self, lane: kernel_timeline.Lane, time_ps: int) -> dict[str, Any]:
     return {
       "pid": lane.device,
       "tid": self._threads[lane.place],
@@ -115,7 +117,7 @@ class _Run:
     end = self._at(lane, interval.end_ps)
     yield {"ph": "f", "bp": "e", **common, **end}
 
-  def _copy(self, lane, copy: replay.Copy) -> Iterator[dict[str, Any]]:
+  def _copy(self, lane, copy: intervals.Copy) -> Iterator[dict[str, Any]]:
     common = {
       "name": f"{copy.spaces[0]} to {copy.spaces[1]}",
       "cat": "copy",
