@@ -15,6 +15,7 @@ from typing import Any
 
 from coremesh import errors
 from coremesh.profile.events import GRANULE_BYTES, Event, Repeat, Trace
+from coremesh.profile.log import Log, Span
 
 # Times are whole numbers of these, so that no rounding builds up.
 TICKS = 1024  # a cycle
@@ -66,19 +67,23 @@ class CoreTiming:
   left_over: Mapping[int, int]
 
 
-def timings(traces: Sequence[Trace], hbm: Hbm) -> tuple[CoreTiming, ...]:
+def timings(
+  traces: Sequence[Trace], hbm: Hbm, log: Log | None = None
+) -> tuple[CoreTiming, ...]:
   """Runs the cores of a device against their HBM.
 
   Args:
     traces: what each core issues; the cores start together.
     hbm: what they share.
+    log: where to note each copy and wait.
 
   Raises:
     UnsupportedError: a core waits for a copy that nobody starts.
   """
   server = _Server(hbm)
-  cores = [_Core(trace, server) for trace in traces]
-  samples = _Samples(cores, server)
+  log = Log() if log is None else log
+  cores = [_Core(trace, server, log) for trace in traces]
+  samples = _Samples(cores, server, log)
   queue = _queue(cores)
   while queue:
     now, i = heapq.heappop(queue)
@@ -123,8 +128,9 @@ class _Server:
 class _Core:
   """A core on its way through its events. Times are ticks."""
 
-  def __init__(self, trace: Trace, server: _Server):
+  def __init__(self, trace: Trace, server: _Server, log: Log):
     self._trace = trace
+    self._log = log
     self._blocks = _blocks(trace.events)
     self._server = server
     # Where it is: in a block, how many times through it, at which event.
@@ -170,7 +176,13 @@ class _Core:
     is_local = event.kind == "local"
     serve = self._server.local if is_local else self._server.finish
     coming = self._coming.setdefault(event.flag, deque())
-    coming.append((serve(now, num_bytes), event.amount))
+    done = serve(now, num_bytes)
+    coming.append((done, event.amount))
+    self._note(event, now, done, num_bytes)
+
+  def _note(self, event: Event, start: int, end: int, num_bytes: int) -> None:
+    span = (event.kind, start, end, event.bundle, num_bytes)
+    self._log.items.append(Span(self._trace.core, *span))
 
   def _apply(self, event: Event, now: int) -> None:
     """What an event other than a copy does."""
@@ -184,6 +196,7 @@ class _Core:
         self._clear(event.flag)
       case "delay":
         self._waited += event.amount * TICKS
+        self._note(event, now, now + event.amount * TICKS, 0)
 
   def _settle(self, flag: int, now: int) -> None:
     """Counts the copies that are done by now."""
@@ -208,6 +221,7 @@ class _Core:
       self._flags[event.flag] = self._flags.get(event.flag, 0) + granules
     if now > start:
       self._waited += now - start
+      self._note(event, start, now, 0)
       self.tally[event.bundle] += now - start
 
   def _clear(self, flag: int) -> None:
@@ -287,10 +301,11 @@ class _Samples:
   numbers of ticks, so that equal states are equal.
   """
 
-  def __init__(self, cores: Sequence[_Core], server: _Server):
+  def __init__(self, cores: Sequence[_Core], server: _Server, log: Log):
     self._cores = cores
     self._server = server
-    self._seen: dict[Any, tuple[int, list[int], list[Counter]]] = {}
+    self._log = log
+    self._seen: dict[Any, tuple[int, int, list[int], list[Counter]]] = {}
     self._tries = 0
 
   def skip(self, now: int, which: int) -> bool:
@@ -304,9 +319,9 @@ class _Samples:
     seen = self._seen.get(key)
     if seen is None:
       tallies = [core.tally.copy() for core in self._cores]
-      self._seen[key] = (now, times, tallies)
+      self._seen[key] = (now, len(self._log.items), times, tallies)
       return False
-    then, before, tallies = seen
+    then, logged, before, tallies = seen
     moved = [a - b for a, b in zip(times, before, strict=True)]
     count = min(
       c.most_skips(m) for c, m in zip(self._cores, moved, strict=True)
@@ -316,6 +331,7 @@ class _Samples:
     for core, m, tally in zip(self._cores, moved, tallies, strict=True):
       core.skip(count, m, now - then, core.tally - tally)
     self._server.free += count * (now - then)
+    self._log.repeat(logged, count, now - then)
     self._seen.clear()
     self._tries = 0
     return True

@@ -57,6 +57,18 @@ class Run:
   count: int
 
 
+class Rounds(NamedTuple):
+  """Stretches of bundles that are issued again and again.
+
+  Attributes:
+    starts: the first bundle of each stretch.
+    times: how often.
+  """
+
+  starts: tuple[int, ...]
+  times: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
   """What one core issues.
@@ -69,6 +81,7 @@ class Trace:
     assumed: what was taken for granted, in words.
     skipped: cycles that were not run one by one, because the rounds of a loop
       were proven to take the same way; see `affine`.
+    path: the first bundle of each of the runs, in the order of their issue.
   """
 
   core: int
@@ -77,6 +90,7 @@ class Trace:
   events: tuple[Event | Repeat, ...]
   assumed: tuple[str, ...]
   skipped: int
+  path: tuple[int | Rounds, ...] = ()
 
   def each_event(self) -> Iterator[Event]:
     """The events one by one, repetitions written out."""

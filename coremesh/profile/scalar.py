@@ -17,6 +17,7 @@ from coremesh.profile.events import (
   Event,
   EventKind,
   Repeat,
+  Rounds,
   Run,
   Trace,
 )
@@ -84,6 +85,7 @@ class _Core:
     self._places = layout.places(program, hbm_unit_bytes)
     self._leaders = {s.target for s in program.slots if s.target is not None}
     self._events: list[Event | Repeat] = []
+    self._path: list[int | Rounds] = []
     self._assumed: dict[str, None] = {}
     self._decided: dict[int, int] = {}
     never = Unknown("a register that nothing has written")
@@ -115,6 +117,7 @@ class _Core:
       events=tuple(self._events),
       assumed=tuple(self._assumed),
       skipped=self._skipped,
+      path=tuple(self._path),
     )
 
   def _advance(self, header: int | None, times: int) -> bool:
@@ -125,6 +128,7 @@ class _Core:
     """
     pc, cycle, end = self._pc, self._cycle, len(self._bundles)
     table, visits, next_try = self._table, self._visits, self._next_try
+    note_start = self._path.append
     while pc < end:
       entry = table.get(pc)
       if entry is None:
@@ -132,6 +136,7 @@ class _Core:
       run, length, after, target, branch, _ = entry
       taken = run(cycle)
       entry[5] += 1
+      note_start(pc)
       cycle += length
       start = pc
       if taken is False:
@@ -201,6 +206,7 @@ class _Core:
     state = self._snapshot()
     counts = {pc: entry[5] for pc, entry in self._table.items()}
     cycle, num_events = self._cycle, len(self._events)
+    num_starts = len(self._path)
     rounds = affine.Rounds()
     try:
       slopes = before.slopes_to(state)
@@ -214,6 +220,7 @@ class _Core:
     except affine._NotAffineError:
       self._restore(state)
       del self._events[num_events:]
+      del self._path[num_starts:]
       for pc, entry in self._table.items():
         entry[5] = counts.get(pc, 0)
       self._pc, self._cycle = header, cycle
@@ -224,6 +231,8 @@ class _Core:
       raise self._endless(header, "has no end")
     self._restore(state.after(slopes, rounds.count))
     self._repeat(rounds.count, num_events, cycle, counts)
+    starts = tuple(p for p in self._path[num_starts:] if isinstance(p, int))
+    self._path[num_starts:] = [Rounds(starts, rounds.count)]
     return rounds.count - 1
 
   def _repeat(
