@@ -103,6 +103,15 @@ def find(interpret: Any) -> Place:
   )
 
 
+def current_chip() -> chips.Chip:
+  """The chip that what is traced now is for.
+
+  That of the device mesh in scope, else that of the default device; on plain
+  CPU devices `cm.chip()`.
+  """
+  return find(None).chip
+
+
 def _params(interpret: Any) -> pltpu.InterpretParams:
   if isinstance(interpret, pltpu.InterpretParams):
     return interpret
