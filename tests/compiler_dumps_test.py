@@ -53,6 +53,28 @@ def test_every_kernel_has_every_stage(compiled):
     assert set(operation.stages) == stages
 
 
+def test_source_lines_leave_the_machine_code_as_it_is(monkeypatch):
+  x = jax.ShapeDtypeStruct(_SHAPES[0], _F32)
+  lines = cm.compile(_program, x, chip="v5p:2x2x1")
+  flags = dumps.flags
+  monkeypatch.setattr(
+    dumps,
+    "flags",
+    lambda folder: [w for w in flags(folder) if w != dumps.SOURCE_LINES],
+  )
+  # Any flag of no effect: the worker must be another.
+  plain = cm.compile(_program, x, chip="v5p:2x2x1", flags={"v": 0})
+  kernels = [o.name for o in lines.operations if o.kernel]
+  for name in kernels:
+    texts = [found.text("bundles", name) for found in (lines, plain)]
+    assert ["compiler_dumps_test.py" in t for t in texts] == [True, False]
+    with_lines, without = (
+      re.sub(r"/\*.*?\*/|\s+", "", t, flags=re.DOTALL) for t in texts
+    )
+    assert with_lines == without
+  assert len(kernels) == 2 and lines.memory == plain.memory
+
+
 def test_kernels_of_one_name_get_their_own_texts(compiled):
   """The array the machine code names is the one in the program before."""
   seen = []

@@ -16,7 +16,6 @@ import pytest
 import coremesh as cm
 from coremesh.errors import ChipError, UnsupportedError
 from coremesh.profile import bundles, dma, rates, scalar
-from coremesh.profile.predict import SOURCE_LINES
 from tests import profiling, support
 
 every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
@@ -25,7 +24,7 @@ every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
 @functools.cache
 def _compiled(make, chip, *sizes, **options) -> cm.Compiled:
   fn, args = make(*sizes, **options)
-  compiled = cm.compile(fn, *args, chip=chip, flags=SOURCE_LINES)
+  compiled = cm.compile(fn, *args, chip=chip)
   _check(compiled)
   return compiled
 

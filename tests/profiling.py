@@ -135,10 +135,9 @@ def recorded(name: str) -> str:
 
 def _record() -> None:
   DUMPS.mkdir(exist_ok=True)
-  flags = {"xla_mosaic_enable_llo_source_annotations": True}
   for name, (make, size, chip) in RECORDED.items():
     fn, args = make(size)
-    compiled = cm.compile(fn, *args, chip=chip, flags=flags)
+    compiled = cm.compile(fn, *args, chip=chip)
     text = kernel(compiled).text("bundles")
     # Where the checkout is says nothing.
     text = text.replace(f"{pathlib.Path(__file__).parents[1]}/", "")

@@ -9,6 +9,10 @@ import dataclasses
 import pathlib
 import re
 
+# Writes the lines of the program as comments beside the machine code, which
+# stays the same.
+SOURCE_LINES = "--xla_mosaic_enable_llo_source_annotations=true"
+
 # Files of a TensorCore program and of a kernel in it: number-name-number-pass.
 _LLO_FILE = re.compile(r"(?P<group>\d+)-(?P<name>.+)-\d\d-(?P<stage>.+)\.txt")
 _LLO_STAGES = {
@@ -73,6 +77,7 @@ def flags(folder: pathlib.Path) -> list[str]:
     "--xla_jf_dump_llo_pass_label_regex=^packed-bundles-post-ra",
     f"--xla_mosaic_dump_to={folder / 'mosaic'}",
     f"--xla_sc_dump_bundles_to={folder / 'sparsecore'}",
+    SOURCE_LINES,
   ]
 
 

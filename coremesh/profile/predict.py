@@ -20,8 +20,6 @@ from coremesh.profile.prediction import (
   Prediction,
 )
 
-# Writes the lines of the program beside the machine code, which stays the same.
-SOURCE_LINES = {"xla_mosaic_enable_llo_source_annotations": True}
 _WHICH = ("fast", "central", "slow")
 _MOST_HOT = 10
 # The program around all operations; it is not one of them.
@@ -75,7 +73,7 @@ def predict(
         f" {compiled.chip}. Leave chip out."
       )
   else:
-    compiled = aot.compile(compiled_or_fn, *args, chip=chip, flags=SOURCE_LINES)
+    compiled = aot.compile(compiled_or_fn, *args, chip=chip)
   start = time.perf_counter()
   device = _chip_of(compiled)
   program = hlo.parse(compiled.text("hlo"))
