@@ -11,7 +11,17 @@ import numpy as np
 from coremesh import chips, errors
 from coremesh.compiler import aot
 from coremesh.compiler.compiled import Compiled, Operation
-from coremesh.profile import bundles, dma, hlo, rates, scalar, units
+from coremesh.profile import (
+  activity,
+  bundles,
+  dma,
+  hlo,
+  log,
+  rates,
+  scalar,
+  units,
+)
+from coremesh.profile.details import Details
 from coremesh.profile.prediction import (
   CorePrediction,
   Estimate,
@@ -74,6 +84,20 @@ def predict(
       )
   else:
     compiled = aot.compile(compiled_or_fn, *args, chip=chip)
+  return of_compiled(compiled, args)
+
+
+def of_compiled(
+  compiled: Compiled, args: Sequence[Any], details: Details | None = None
+) -> Prediction:
+  """Predicts a compiled program; see `predict`.
+
+  Args:
+    compiled: the program.
+    args: its arguments.
+    details: what to keep beside the result. With it a kernel that cannot be
+      predicted is left out and not an error.
+  """
   start = time.perf_counter()
   device = _chip_of(compiled)
   program = hlo.parse(compiled.text("hlo"))
@@ -83,10 +107,14 @@ def predict(
     if operation.name in _AROUND:
       continue
     words = hlo.operand_words(program, operation.name, leaves)
+    if details is not None:
+      details.starts(operation.name)
     try:
-      found = _operation(operation, device, words)
+      found = _operation(operation, device, words, details)
     except errors.UnsupportedError as error:
-      if operation.kernel is not None:
+      if operation.kernel is not None and details is not None:
+        details.refused[operation.name] = str(error)
+      elif operation.kernel is not None:
         raise errors.UnsupportedError(
           f"The kernel {operation.kernel!r} cannot be predicted. {error}"
         ) from error
@@ -123,7 +151,10 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _operation(
-  operation: Operation, chip: chips.Chip, words: Mapping[int, np.ndarray]
+  operation: Operation,
+  chip: chips.Chip,
+  words: Mapping[int, np.ndarray],
+  details: Details | None,
 ) -> OperationPrediction:
   if "bundles" not in operation.texts:
     what = "SparseCore" if "sparsecore" in operation.texts else "no TensorCore"
@@ -142,7 +173,16 @@ def _operation(
     )
     for core in range(chip.tensor_cores_per_device)
   ]
-  found = {w: dma.timings(traces, rate.hbm(w)) for w in _WHICH}
+  logs = {w: log.Log() for w in _WHICH}
+  found = {w: dma.timings(traces, rate.hbm(w), logs[w]) for w in _WHICH}
+  if details is not None:
+    details.programs[operation.name] = program
+    details.activities[operation.name] = activity.of_operation(
+      traces,
+      found["central"],
+      log=logs["central"],
+      busy=units.busy(program, rate),
+    )
   return _prediction(operation, program, traces, found, chip)
 
 
