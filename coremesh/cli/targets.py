@@ -2,13 +2,17 @@
 
 import argparse
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import functools
 import importlib
+import importlib.util
+import inspect
+import pathlib
 import sys
 from typing import Any
 
-from coremesh import chips, errors
+from coremesh import chips, errors, spec
 
 _FORMS = (
   "TARGET is the name of an example, such as swap_cores, or MODULE:FUNCTION, a"
@@ -35,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
+_COMPILED_FORMS = (
+  "TARGET is the name of an example, such as swap_cores; or MODULE:NAME or"
+  " FILE.py:NAME, where NAME is a function without arguments that contains"
+  " kernels, a function of a chip that returns such a function and its"
+  " arguments, or a KernelSpec, with :CASE for one of its cases."
+)
+
+
 @contextlib.contextmanager
 def working_folder() -> Iterator[None]:
   """Modules of the working folder can be imported, as with `python -m`."""
@@ -53,13 +65,108 @@ def loaded(
   if ":" in target:
     module, _, name = target.partition(":")
     return _attribute(_module(module, target), name), ()
-  case = _attribute(_module(f"examples.{target}", target), "case")
-  config = _attribute(_module(f"configs.{target}", target), "get_config")()
-  for change in arguments.config:
-    _set(config, change)
+  module = _module(f"examples.{target}", target)
+  case = _attribute(module, "case")
+  config = _config(module, target, arguments.config)
   chip = chips.chip(arguments.chip)
   build, args = case(chip, config)
   return build(chip, chip.device_mesh("device", on="simulator")), args
+
+
+def compiled(
+  target: str, *, chip: chips.Chip, config: Sequence[str] = ()
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """The program that a target names, for a chip that need not be there.
+
+  Args:
+    target: an example; or MODULE:NAME or FILE.py:NAME, where NAME is a function
+      without arguments, a function of a chip that returns a function and its
+      arguments, or a `spec.KernelSpec`, followed by :CASE if it has several.
+      A FILE.py alone means its `case`.
+    chip: what it is for.
+    config: changes to the settings of an example, "FIELD=VALUE".
+
+  Returns:
+    What `cm.compile` takes: a function and its arguments.
+
+  Raises:
+    UnsupportedError: there is no such target, or it is none of these.
+  """
+  place, _, name = target.partition(":")
+  is_file = place.endswith(".py")
+  if name or is_file:
+    module = _file(place) if is_file else _module(place, target)
+    name, _, case_name = name.partition(":")
+    found = _attribute(module, name or "case")
+  else:
+    module = _module(f"examples.{target}", target)
+    case_name, found = "", _attribute(module, "case")
+  if isinstance(found, spec.KernelSpec):
+    return _case_of_spec(found, case_name, target)
+  wanted = _num_arguments(found, target)
+  if config and wanted != 2:
+    raise errors.UnsupportedError(
+      f"--config changes the settings of an example, and TARGET {target!r} is"
+      " none."
+    )
+  if wanted == 0:
+    return found, ()
+  if wanted == 1:
+    return _function_and_arguments(found(chip), target)
+  build, args = found(chip, _config(module, target, config))
+  return build(chip, chip.device_mesh("device", on="compiler")), args
+
+
+def examples() -> list[str]:
+  """The examples of the working folder, by name."""
+  paths = sorted(pathlib.Path("examples").glob("*.py"))
+  return [p.stem for p in paths if "\ndef case(" in p.read_text()]
+
+
+def _num_arguments(function: Any, target: str) -> int:
+  """How many arguments a function must be given."""
+  if not callable(function):
+    raise errors.UnsupportedError(
+      f"TARGET {target!r} is a {type(function).__name__}. {_COMPILED_FORMS}"
+    )
+  return sum(
+    p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    for p in inspect.signature(function).parameters.values()
+  )
+
+
+def _function_and_arguments(
+  found: Any, target: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  is_pair = isinstance(found, tuple) and len(found) == 2
+  if is_pair and callable(found[0]) and isinstance(found[1], tuple | list):
+    return found[0], tuple(found[1])
+  raise errors.UnsupportedError(
+    f"TARGET {target!r} must return a function and a tuple of its arguments;"
+    f" got {type(found).__name__}."
+  )
+
+
+def _case_of_spec(
+  found: spec.KernelSpec, name: str, target: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  if not name and len(found.cases) == 1:
+    [name] = found.cases
+  if name not in found.cases:
+    raise errors.UnsupportedError(
+      f"TARGET {target!r} must end in one of the cases of {found.name}:"
+      f" {', '.join(f':{n}' for n in found.cases)}."
+    )
+  case = found.cases[name]
+  return functools.partial(found.function, **case.options), case.args
+
+
+def _config(module: Any, target: str, changes: Sequence[str]) -> Any:
+  name = module.__name__.rpartition(".")[2]
+  config = _attribute(_module(f"configs.{name}", target), "get_config")()
+  for change in changes:
+    _set(config, change)
+  return config
 
 
 def _set(config: Any, change: str) -> None:
@@ -83,6 +190,22 @@ def _module(name: str, target: str) -> Any:
     raise errors.UnsupportedError(
       f"TARGET {target!r}: there is no module {error.name!r} here. {_FORMS}"
     ) from error
+
+
+def _file(path: str) -> Any:
+  """The module in a file, which may import its neighbours."""
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise errors.UnsupportedError(f"TARGET: there is no file {path!r}.")
+  found = importlib.util.spec_from_file_location(file.stem, file)
+  assert found is not None and found.loader is not None  # It ends in .py.
+  module = importlib.util.module_from_spec(found)
+  sys.path.insert(0, str(file.parent))
+  try:
+    found.loader.exec_module(module)
+  finally:
+    sys.path.remove(str(file.parent))
+  return module
 
 
 def _attribute(module: Any, name: str) -> Any:
