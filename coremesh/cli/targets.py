@@ -14,9 +14,21 @@ from typing import Any
 
 from coremesh import chips, errors, spec
 
+type Program = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
+
+type Maker = Callable[[chips.Chip], Program]
+
 _FORMS = (
   "TARGET is the name of an example, such as swap_cores, or MODULE:FUNCTION, a"
   " function without arguments that contains kernels."
+)
+
+_COMPILED_FORMS = (
+  "TARGET is the name of an example, such as swap_cores; or MODULE:NAME or"
+  " FILE.py:NAME, where NAME is a function without arguments that contains"
+  " kernels, a function of a chip that returns such a function and its"
+  " arguments, or a KernelSpec, with :CASE for one of its cases."
 )
 
 
@@ -37,14 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="FIELD=VALUE",
     help="a setting of an example, such as rows=5. May be repeated",
   )
-
-
-_COMPILED_FORMS = (
-  "TARGET is the name of an example, such as swap_cores; or MODULE:NAME or"
-  " FILE.py:NAME, where NAME is a function without arguments that contains"
-  " kernels, a function of a chip that returns such a function and its"
-  " arguments, or a KernelSpec, with :CASE for one of its cases."
-)
 
 
 @contextlib.contextmanager
@@ -73,21 +77,19 @@ def loaded(
   return build(chip, chip.device_mesh("device", on="simulator")), args
 
 
-def compiled(
-  target: str, *, chip: chips.Chip, config: Sequence[str] = ()
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """The program that a target names, for a chip that need not be there.
+def maker(target: str, config: Sequence[str] = ()) -> Maker:
+  """What makes the program that a target names, for chips not there.
 
   Args:
     target: an example; or MODULE:NAME or FILE.py:NAME, where NAME is a function
       without arguments, a function of a chip that returns a function and its
       arguments, or a `spec.KernelSpec`, followed by :CASE if it has several.
       A FILE.py alone means its `case`.
-    chip: what it is for.
     config: changes to the settings of an example, "FIELD=VALUE".
 
   Returns:
-    What `cm.compile` takes: a function and its arguments.
+    A function of a chip. It returns what `cm.compile` takes, a function and a
+    tuple of its arguments, and raises what the target raises for that chip.
 
   Raises:
     UnsupportedError: there is no such target, or it is none of these.
@@ -102,7 +104,8 @@ def compiled(
     module = _module(f"examples.{target}", target)
     case_name, found = "", _attribute(module, "case")
   if isinstance(found, spec.KernelSpec):
-    return _case_of_spec(found, case_name, target)
+    program = _case_of_spec(found, case_name, target)
+    return lambda chip: program
   wanted = _num_arguments(found, target)
   if config and wanted != 2:
     raise errors.UnsupportedError(
@@ -110,11 +113,16 @@ def compiled(
       " none."
     )
   if wanted == 0:
-    return found, ()
+    return lambda chip: (found, ())
   if wanted == 1:
-    return _function_and_arguments(found(chip), target)
-  build, args = found(chip, _config(module, target, config))
-  return build(chip, chip.device_mesh("device", on="compiler")), args
+    return lambda chip: _function_and_arguments(found(chip), target)
+  settings = _config(module, target, config)
+
+  def of_example(chip: chips.Chip) -> Program:
+    build, args = found(chip, settings)
+    return build(chip, chip.device_mesh("device", on="compiler")), args
+
+  return of_example
 
 
 def examples() -> list[str]:
@@ -135,9 +143,7 @@ def _num_arguments(function: Any, target: str) -> int:
   )
 
 
-def _function_and_arguments(
-  found: Any, target: str
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _function_and_arguments(found: Any, target: str) -> Program:
   is_pair = isinstance(found, tuple) and len(found) == 2
   if is_pair and callable(found[0]) and isinstance(found[1], tuple | list):
     return found[0], tuple(found[1])
@@ -147,9 +153,7 @@ def _function_and_arguments(
   )
 
 
-def _case_of_spec(
-  found: spec.KernelSpec, name: str, target: str
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _case_of_spec(found: spec.KernelSpec, name: str, target: str) -> Program:
   if not name and len(found.cases) == 1:
     [name] = found.cases
   if name not in found.cases:
