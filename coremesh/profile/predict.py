@@ -73,18 +73,27 @@ def predict(
   Example:
     print(cm.predict(jax.jit(kernel), x, chip="v5p:2x2x1"))
   """
-  if isinstance(compiled_or_fn, Compiled):
-    compiled = compiled_or_fn
-    asked = chips.chip(chip) if isinstance(chip, str) else chip
-    made_for = _chip_of(compiled)
-    if asked is not None and asked.generation != made_for.generation:
-      raise errors.ChipError(
-        f"chip is {asked.name}, but the program was compiled for"
-        f" {compiled.chip}. Leave chip out."
-      )
-  else:
-    compiled = aot.compile(compiled_or_fn, *args, chip=chip)
-  return of_compiled(compiled, args)
+  return of_compiled(compiled_for(compiled_or_fn, args, chip), args)
+
+
+def compiled_for(
+  compiled_or_fn: Any, args: Sequence[Any], chip: str | chips.Chip | None
+) -> Compiled:
+  """The program of `predict`, compiled if it is not.
+
+  Raises:
+    ChipError: chip is not the one it was compiled for.
+  """
+  if not isinstance(compiled_or_fn, Compiled):
+    return aot.compile(compiled_or_fn, *args, chip=chip)
+  asked = chips.chip(chip) if isinstance(chip, str) else chip
+  made_for = chip_of(compiled_or_fn)
+  if asked is not None and asked.generation != made_for.generation:
+    raise errors.ChipError(
+      f"chip is {asked.name}, but the program was compiled for"
+      f" {compiled_or_fn.chip}. Leave chip out."
+    )
+  return compiled_or_fn
 
 
 def of_compiled(
@@ -99,7 +108,7 @@ def of_compiled(
       predicted is left out and not an error.
   """
   start = time.perf_counter()
-  device = _chip_of(compiled)
+  device = chip_of(compiled)
   program = hlo.parse(compiled.text("hlo"))
   leaves = [_leaf(x) for x in jax.tree.leaves(args)]
   predicted, left_out = [], []
@@ -134,7 +143,8 @@ def of_compiled(
   )
 
 
-def _chip_of(compiled: Compiled) -> chips.Chip:
+def chip_of(compiled: Compiled) -> chips.Chip:
+  """The chip a program was compiled for."""
   try:
     return chips.chip(compiled.chip)
   except errors.ChipError:
