@@ -8,7 +8,7 @@ import pytest
 
 import coremesh
 
-_FACTS = ("errors", "_compat", "topology", "chips", "spec")
+_FACTS = ("errors", "_compat", "topology", "tiles", "chips", "spec")
 _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.

@@ -1084,9 +1084,14 @@ def _holding(space, shape, dtype, *, twice=False):
     ("v6e:2x2", pltpu.VMEM, (300_000, 10), np.float32, "holds 146.484 MiB"),
     ("v6e:2x2", pltpu.VMEM, (200_000, 10), np.float32, None),
     ("v6e:2x2", pltpu.VMEM, (33, 2048, 2048), np.int8, "128 MiB of VMEM"),
-    ("v6e:2x2", pltpu.VMEM, (33, 2048, 2048), jnp.int4, None),
+    # A narrower element takes a byte too, and a bool a word.
+    ("v6e:2x2", pltpu.VMEM, (33, 2048, 2048), jnp.int4, "128 MiB of VMEM"),
+    ("v6e:2x2", pltpu.VMEM, (31, 2048, 2048), jnp.int4, None),
+    ("v6e:2x2", pltpu.VMEM, (31, 2048, 2048), np.bool_, "128 MiB of VMEM"),
     ("v5p:2x2x1", pltpu.SMEM, (300_000,), np.int32, "1 MiB of SMEM"),
     ("v5p:2x2x1", pltpu.SMEM, (200_000,), np.int32, None),
+    # Rows of 3 words take 128.
+    ("v5p:2x2x1", pltpu.SMEM, (3000, 3), np.int32, "holds 1.46484 MiB"),
   ],
 )
 def test_memory_over_the_capacity_of_a_tensor_core(
@@ -1204,14 +1209,6 @@ def test_a_block_without_elements_is_refused():
   )
   with refused, cm.simulation():
     pl.pallas_call(body, _out(*_SLAB))(np.zeros((0, 128), np.float32))
-
-
-def test_narrow_elements_are_packed():
-  int4 = np.dtype(jnp.int4)
-  assert memory.num_bytes((64, 256), int4, tiled=False) == 64 * 256 // 2
-  assert memory.num_bytes((9, 5), np.dtype(np.float32), tiled=True) == 16 * 512
-  bfloat16 = np.dtype(jnp.bfloat16)
-  assert memory.num_bytes((9, 5), bfloat16, tiled=True) == 16 * 256
 
 
 # --- barriers of kernels that follow one another -----------------------------

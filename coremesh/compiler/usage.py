@@ -5,12 +5,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
-import numpy as np
 
-from coremesh import _compat
+from coremesh import _compat, tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,28 +122,5 @@ def _of_refs(avals: Iterable[Any]) -> Usage:
 
 
 def padded_bytes(aval: Any) -> int:
-  """Bytes of a VMEM or SMEM buffer of this type, padded to whole tiles.
-
-  The last axis is padded to 128 lanes; the one before to whole words of 32
-  bits, and to a power of two of at most 8 or a multiple of 8 rows. A buffer of
-  one axis is padded to 128 words. An element of less than 8 bits takes a byte.
-  """
-  bits = _bits(aval.dtype)
-  packing = 32 // bits
-  element_bytes = max(bits, 8) // 8
-  if len(aval.shape) == 1:
-    return _round_up(aval.shape[0], 128 * packing) * element_bytes
-  *leading, rows, columns = (1, 1, *aval.shape)
-  tile_rows = max(packing, min(8, 2 ** (rows - 1).bit_length()))
-  tiles = _round_up(rows, tile_rows) * _round_up(columns, 128)
-  return math.prod(leading) * tiles * element_bytes
-
-
-def _bits(dtype: Any) -> int:
-  if jax.dtypes.issubdtype(dtype, np.bool_):
-    return 32  # Mosaic holds a boolean of a ref as a word.
-  return jax.dtypes.itemsize_bits(dtype)
-
-
-def _round_up(size: int, multiple: int) -> int:
-  return -(-size // multiple) * multiple
+  """Bytes of a VMEM or SMEM buffer of this type; see `tiles.padded_bytes`."""
+  return tiles.padded_bytes(aval.shape, aval.dtype)

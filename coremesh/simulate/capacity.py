@@ -1,12 +1,13 @@
 """Whether what a worker holds at once fits into its memories."""
 
 from collections.abc import Sequence
+import math
 from typing import Any
 
+import jax
 import numpy as np
 
-from coremesh import chips
-from coremesh.simulate import memory
+from coremesh import chips, tiles
 
 _MAX_NAMED = 4
 
@@ -62,11 +63,12 @@ class Holdings:
 
 def size_bytes(declaration: Any) -> int:
   """Bytes of a declared memory, with what fills up its tiles."""
-  return declaration.num_buffers * memory.num_bytes(
-    declaration.shape,
-    np.dtype(declaration.dtype),
-    tiled=declaration.is_tiled,
-  )
+  if declaration.is_of_tensor_core:
+    size = tiles.padded_bytes(declaration.shape, declaration.dtype)
+  else:
+    bits = jax.dtypes.itemsize_bits(declaration.dtype)
+    size = -(-math.prod(declaration.shape) * bits // 8)
+  return declaration.num_buffers * size
 
 
 def _named(declarations: Sequence[Any]) -> str:

@@ -61,7 +61,13 @@ class Declaration:
   is_semaphore: bool = False
   mesh: Any = None
   num_buffers: int = 1
+  is_block: bool = False
   signallers: list[str] = dataclasses.field(default_factory=list)
+
+  @property
+  def is_of_tensor_core(self) -> bool:
+    """Whether a TensorCore holds it, and not a SparseCore."""
+    return not _is_sparse(self.mesh)
 
   @property
   def padded(self) -> tuple[int, ...]:
@@ -115,11 +121,15 @@ def declare(
     element_shape=element,
     axes=axes,
     type=ref_type,
-    is_tiled=space == "hbm" or (space == "vmem" and not is_sparse),
+    is_tiled=space == "hbm" or (space == "vmem" and not _is_sparse(mesh)),
     is_shared=is_array or space in ("hbm", "host", "vmem_shared"),
     is_semaphore=is_semaphore,
     mesh=mesh,
   )
+
+
+def _is_sparse(mesh: Any) -> bool:
+  return mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
 
 
 class Emitter:

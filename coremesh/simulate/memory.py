@@ -8,10 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from coremesh.simulate import clocks, packing
-
-_LANES = 128
-_SUBLANES = 8
+from coremesh import tiles
+from coremesh.simulate import clocks
 
 
 def poison(dtype: np.dtype) -> Any:
@@ -35,7 +33,7 @@ def poison(dtype: np.dtype) -> Any:
 
 
 def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-  """The shape an array takes in a tiled memory: 8 x 128 words of 32 bits."""
+  """The shape an array takes in a tiled memory."""
   return tuple(map(rounded_up, shape, tile(shape, dtype)))
 
 
@@ -43,16 +41,8 @@ def tile(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   """The shape of a tile of an array in a tiled memory."""
   if len(shape) < 2:
     return (1,) * len(shape)
-  rows = _SUBLANES * max(1, 4 // dtype.itemsize)
-  # XLA tiles arrays of few rows in shorter tiles of 1, 2 or 4 sublanes.
-  rows = min(rows, 1 << max(0, shape[-2] - 1).bit_length())
-  return (*(1,) * (len(shape) - 2), rows, _LANES)
-
-
-def num_bytes(shape: tuple[int, ...], dtype: np.dtype, *, tiled: bool) -> int:
-  """Bytes that an array takes in a memory, narrow elements packed."""
-  full = padded_shape(shape, dtype) if tiled else shape
-  return -(-math.prod(full) * packing.bits_of(dtype) // 8)
+  rows = tiles.tile_rows(shape[-2], dtype)
+  return (*(1,) * (len(shape) - 2), rows, tiles.LANES)
 
 
 def rounded_up(size: int, multiple: int) -> int:
