@@ -23,6 +23,7 @@ from coremesh.compiler import (
   dumps,
   failures,
   ledger,
+  operands,
   sites,
   usage,
   workers,
@@ -121,6 +122,7 @@ def compile(  # pylint: disable=redefined-builtin
     costs=answer["costs"],
     compile_seconds=time.perf_counter() - start,
     from_cache=found is not None,
+    operands=operands.of_kernels(jaxpr, jax.tree.leaves(args)),
   )
 
 
@@ -307,7 +309,7 @@ def _ask(
   seconds: float,
   jaxpr: jex_core.Jaxpr,
 ) -> dict[str, Any]:
-  _check_libtpu()
+  check_compiler()
   answer = workers.pool().ask(request, flags=flags, seconds=seconds)
   if isinstance(answer, workers.Silence):
     kernels = [s for s in sites.of_program(jaxpr) if s.is_kernel]
@@ -328,7 +330,8 @@ def _ask(
   return answer
 
 
-def _check_libtpu() -> None:
+def check_compiler() -> None:
+  """Raises UnsupportedError if libtpu is not installed."""
   if jax_aot.versions()["libtpu"] == "none" and not _other_library():
     raise errors.UnsupportedError(
       "libtpu, the TPU compiler, is not installed. Install it with the package"

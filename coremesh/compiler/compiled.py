@@ -6,6 +6,7 @@ from typing import Any
 
 from coremesh import errors
 from coremesh.compiler import ledger, usage
+from coremesh.compiler.operands import KernelOperands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class Compiled:
     compile_seconds: wall time of tracing, lowering and compiling, this
       machine.
     from_cache: whether the disk had it.
+    operands: what kernels are given, as far as it follows from arguments that
+      had values.
   """
 
   chip: str
@@ -72,6 +75,9 @@ class Compiled:
   costs: Mapping[str, float] = dataclasses.field(repr=False)
   compile_seconds: float
   from_cache: bool
+  operands: tuple[KernelOperands, ...] = dataclasses.field(
+    default=(), repr=False
+  )
 
   @property
   def code_bytes(self) -> int:

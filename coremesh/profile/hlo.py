@@ -1,6 +1,6 @@
 """What the compiled program says around its kernels: who is given what."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -109,6 +109,39 @@ def operand_words(
       continue
     value = _value(program, operand, given)
     words = None if value is None else _laid_out(value, instruction.shape)
+    if words is not None:
+      found[index] = words
+  return found
+
+
+def words_of(
+  program: dict[str, Instruction],
+  name: str,
+  values: Mapping[int, np.ndarray],
+) -> dict[int, np.ndarray]:
+  """Values of operands of an instruction, as words, as they lie in memory.
+
+  Args:
+    program: from `parse`.
+    name: the instruction.
+    values: by the number of the operand.
+
+  Returns:
+    By the number of the operand; without those of another type or size.
+  """
+  found = {}
+  operands = program[name].operands if name in program else ()
+  for index, value in values.items():
+    made = program.get(operands[index]) if index < len(operands) else None
+    shape = None if made is None else _SHAPE.match(made.shape)
+    if made is None or shape is None or shape["type"] not in _WORDS:
+      continue
+    sizes = tuple(int(n) for n in shape["sizes"].split(",") if n)
+    if value.size != math.prod(sizes) or value.dtype.itemsize != 4:
+      continue
+    words = _laid_out(
+      value.view(_WORDS[shape["type"]]).reshape(sizes), made.shape
+    )
     if words is not None:
       found[index] = words
   return found

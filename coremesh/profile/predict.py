@@ -17,6 +17,7 @@ from coremesh.profile import (
   dma,
   hlo,
   log,
+  loops,
   rates,
   scalar,
   units,
@@ -110,12 +111,13 @@ def of_compiled(
   start = time.perf_counter()
   device = chip_of(compiled)
   program = hlo.parse(compiled.text("hlo"))
+  counts = loops.executions(compiled.text("hlo"))
   leaves = [_leaf(x) for x in jax.tree.leaves(args)]
   predicted, left_out = [], []
   for operation in compiled.operations:
     if operation.name in _AROUND:
       continue
-    words = hlo.operand_words(program, operation.name, leaves)
+    words = _words(compiled, program, operation, leaves)
     if details is not None:
       details.starts(operation.name)
     try:
@@ -129,11 +131,7 @@ def of_compiled(
         ) from error
       left_out.append(f"{operation.name}: {error}")
       continue
-    instruction = program.get(operation.name)
-    if instruction is not None and not instruction.is_entry:
-      text = "it is in a loop or a branch of XLA's; counted once"
-      found = dataclasses.replace(found, assumed=(*found.assumed, text))
-    predicted.append(found)
+    predicted.append(_repeated(found, counts, program))
   copies, others = _around(program, compiled, predicted, device)
   return Prediction(
     chip=compiled.chip,
@@ -152,6 +150,35 @@ def chip_of(compiled: Compiled) -> chips.Chip:
     if found is None:
       raise
     return found
+
+
+def _words(
+  compiled: Compiled,
+  program: dict[str, hlo.Instruction],
+  operation: Operation,
+  leaves: Sequence[object],
+) -> dict[int, np.ndarray]:
+  """What is known of the operands of an operation, as words of memory."""
+  found = hlo.operand_words(program, operation.name, leaves)
+  given = [k for k in compiled.operands if k.kernel == operation.kernel]
+  alike = [o for o in compiled.operations if o.kernel == operation.kernel]
+  if len(given) == len(alike) == 1:
+    found = hlo.words_of(program, operation.name, given[0].values) | found
+  return found
+
+
+def _repeated(
+  found: OperationPrediction,
+  counts: Mapping[str, int | None],
+  program: dict[str, hlo.Instruction],
+) -> OperationPrediction:
+  """An operation as often as the loops around it run it."""
+  is_known = found.name in counts or found.name not in program
+  times = counts.get(found.name, 1)
+  if times is not None and is_known:
+    return dataclasses.replace(found, times=times)
+  text = "it is in a loop or a branch of XLA's; counted once"
+  return dataclasses.replace(found, assumed=(*found.assumed, text))
 
 
 def _leaf(leaf: Any) -> Any:

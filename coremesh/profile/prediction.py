@@ -99,6 +99,7 @@ class OperationPrediction:
     cores: each core.
     hottest: where the slowest core spends its time, at most ten.
     assumed: what was taken for granted; () if the machine code decides all.
+    times: how often loops of XLA's run it; all else is of one run.
   """
 
   name: str
@@ -111,6 +112,7 @@ class OperationPrediction:
   cores: tuple[CorePrediction, ...]
   hottest: tuple[HotRange, ...]
   assumed: tuple[str, ...]
+  times: int = 1
 
   @property
   def is_assumed(self) -> bool:
@@ -142,11 +144,11 @@ class Prediction:
   @property
   def microseconds(self) -> Estimate:
     """All operations one after the other, without what is left out."""
-    times = [o.microseconds for o in self.operations]
+    parts = [(o.times, o.microseconds) for o in self.operations]
     return Estimate(
-      low=sum(t.low for t in times),
-      central=sum(t.central for t in times),
-      high=sum(t.high for t in times),
+      low=sum(n * t.low for n, t in parts),
+      central=sum(n * t.central for n, t in parts),
+      high=sum(n * t.high for n, t in parts),
     )
 
   @property
@@ -200,6 +202,7 @@ def _operations(prediction: Prediction) -> table.Table:
   made = _table("", "operation", "µs", "cycles", "byte floor µs", "limit")
   for o in prediction.operations:
     name = f"{o.name} (kernel)" if o.kernel else o.name
+    name += f" x {o.times}" if o.times != 1 else ""
     made.add_row(
       f"{name}{', assumed' if o.is_assumed else ''}",
       str(o.microseconds),
