@@ -330,35 +330,130 @@ def test_control_flow(kind, count):
 
 
 def _nested(kind, depth):
-  def inside(depth, x):
-    if depth == 0:
-      return x + 1
-    if kind == "loops":
-      return lax.fori_loop(0, 1, lambda i, x: inside(depth - 1, x), x)
-    deeper = lambda x: inside(depth - 1, x)
-    return lax.cond(x < depth, deeper, lambda x: x, x)
+  """A body whose loops or branches are nested to a depth."""
+
+  def inside(level, x, ref):
+    if level == depth:
+      ref[1] += 1
+      return x * 3 + level
+    if kind == "branches":
+      deeper = lambda x: inside(level + 1, x - 1, ref) + 2
+      return lax.cond(x > -level, deeper, lambda x: -x, x)
+    # Two rounds near the top and near the bottom, where loops are cheap.
+    rounds = 2 if level in (0, depth - 1) else 1
+    step = lambda i, x: inside(level + 1, x + i, ref) + level
+    return lax.fori_loop(0, rounds, step, x)
 
   def body(x, o):
-    o[0] = inside(depth, x[0])
+    o[1] = 0
+    o[0] = inside(0, x[0], o)
 
+  return body
+
+
+def _nested_expected(kind, depth, x):
+  """The same in Python: the result, and how often the innermost runs."""
+  runs = 0
+
+  def inside(level, x):
+    nonlocal runs
+    if level == depth:
+      runs += 1
+      return x * 3 + level
+    if kind == "branches":
+      return inside(level + 1, x - 1) + 2 if x > -level else -x
+    for i in range(2 if level in (0, depth - 1) else 1):
+      x = inside(level + 1, x + i) + level
+    return x
+
+  return [inside(0, x), runs]
+
+
+@pytest.mark.parametrize(
+  ("kind", "depth", "x"),
+  [
+    *(("loops", depth, 1) for depth in (2, 16, 17, 18, 40)),
+    *(("branches", depth, 1) for depth in (3, 79, 80, 81)),
+    ("branches", 100, 40),  # The last branches are not taken.
+  ],
+)
+def test_loops_and_branches_nest_as_deeply_as_jax_traces_them(kind, depth, x):
   smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-  return lambda x: pl.pallas_call(
-    body,
-    jax.ShapeDtypeStruct(x.shape, x.dtype),
+  call = pl.pallas_call(
+    _nested(kind, depth),
+    _out(2, dtype=np.int32),
     in_specs=[smem],
     out_specs=smem,
-  )(x)
+  )
+  with cm.simulation(timeline=True) as run:
+    o = call(np.array([x], np.int32))
+  np.testing.assert_array_equal(o, _nested_expected(kind, depth, x))
+  assert not run.findings
 
 
-@pytest.mark.parametrize(("kind", "most"), [("loops", 20), ("branches", 97)])
-def test_what_is_nested_too_deeply_is_refused_before_it_runs(kind, most):
-  x = np.zeros(1, np.int32)
-  with cm.simulation():
-    assert _nested(kind, most)(x) == 1
-  refused = pytest.raises(cm.UnsupportedError, match="up to 20 loops inside")
-  with refused as caught, cm.simulation():
-    jax.jit(_nested(kind, most + 1)).lower(x)
-  assert "simulate_kernels_test.py" in str(caught.value)
+def test_a_worker_waits_inside_a_deep_nest():
+  def body(x_hbm, o_hbm, line, sem):
+    other = 1 - lax.axis_index("core")
+
+    def inside(level):
+      if level == 24:
+        # Each core sends the other what it has, and adds what it gets.
+        pl.semaphore_signal(sem, 1, device_id={"core": other})
+        pl.semaphore_wait(sem, 1)
+        line[...] += 1
+        return
+      pl.loop(0, 3 if level == 20 else 1)(lambda _: inside(level + 1))
+
+    pltpu.sync_copy(x_hbm.at[lax.axis_index("core")], line)
+    inside(0)
+    pltpu.sync_copy(line, o_hbm.at[lax.axis_index("core")])
+
+  x = _floats(2, *_SLAB)
+  o = _run(
+    body,
+    x,
+    out=_out(2, *_SLAB),
+    scratch_types=[pltpu.VMEM(_SLAB, np.float32), pltpu.SemaphoreType.REGULAR],
+    compiler_params=_ID,
+  )
+  np.testing.assert_array_equal(o, x + 3)
+
+
+def test_a_grid_of_eight_dimensions_with_loops_inside():
+  grid = (2, 1, 2, 1, 2, 1, 1, 3)
+  count = int(np.prod(grid))
+
+  def body(x, o):
+    ids = [pl.program_id(i) for i in range(8)]
+    assert len({pl.num_programs(i) for i in range(8)}) == 3
+
+    def inside(level, total):
+      if level == 14:
+        return total + sum(i * (7 + axis) for axis, i in enumerate(ids))
+      return lax.fori_loop(0, 1, lambda i, t: inside(level + 1, t), total)
+
+    o[...] = x[...] + inside(0, jnp.int32(0))
+
+  def place(*ids):
+    at = 0
+    for i, size in zip(ids, grid, strict=True):
+      at = at * size + i
+    return at, 0, 0
+
+  spec = pl.BlockSpec((1, *_SLAB), place)
+  x = _ints(count, *_SLAB)
+  with cm.simulation() as run:
+    o = pl.pallas_call(
+      body,
+      _out(*x.shape, dtype=np.int32),
+      grid=grid,
+      in_specs=[spec],
+      out_specs=spec,
+    )(x)
+  weights = np.arange(7, 15)
+  added = [np.dot(ids, weights) for ids in np.ndindex(*grid)]
+  np.testing.assert_array_equal(o, x + np.array(added)[:, None, None])
+  assert not run.findings
 
 
 def test_an_operand_of_rank_0():

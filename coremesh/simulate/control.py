@@ -21,11 +21,12 @@ def _cond(em: emitter.Emitter, eqn: Any) -> None:
   branches = eqn.params["branches"]
   results = [em.name() for _ in eqn.outvars]
   last = len(branches) - 1
-  for i, branch in enumerate(branches):
-    # An index out of range chooses the first or the last branch.
-    test = "else:" if i == last else f"{'el' if i else ''}if {index} <= {i}:"
-    with em.block(test if last else "if True:"):
-      em.assign(results, em.inline(branch, args))
+  with em.nest():
+    for i, branch in enumerate(branches):
+      # An index out of range chooses the first or the last branch.
+      test = "else:" if i == last else f"{'el' if i else ''}if {index} <= {i}:"
+      with em.block(test if last else "if True:"):
+        em.assign(results, em.inline(branch, args))
   em.bind(eqn, results)
 
 
@@ -35,7 +36,7 @@ def _while(em: emitter.Emitter, eqn: Any) -> None:
   cond_args = args[:num_cond]
   body_args = args[num_cond : num_cond + num_body]
   state = em.carried(args[num_cond + num_body :])
-  with em.block("while True:"):
+  with em.nest(), em.block("while True:"):
     (goes_on,) = em.inline(params["cond_jaxpr"], [*cond_args, *state])
     with em.block(f"if not {goes_on}:"):
       em.line("break")
@@ -58,7 +59,7 @@ def _scan(em: emitter.Emitter, eqn: Any) -> None:
     for v in outs
   ]
   i = em.name("i")
-  with em.block(f"for {i} in {order}:"):
+  with em.nest(), em.block(f"for {i} in {order}:"):
     slices = [em.let(f"{a}[{i}]") for a in arrays]
     results = em.inline(eqn.params["jaxpr"], [*constants, *state, *slices])
     new_state, rows = kernel_ir.scan_results(eqn, results)
@@ -77,7 +78,7 @@ def _parallel_loop(em: emitter.Emitter, eqn: Any) -> None:
   if not carry:  # Its iterations may run in any order.
     order = f"m.shuffled({order})"
   i = em.name("i")
-  with em.block(f"for {i} in {order}:"):
+  with em.nest(), em.block(f"for {i} in {order}:"):
     index = em.let(f"np.int32({i})")
     results = em.inline(eqn.params["jaxpr"], [index, *state], list(constants))
     em.assign(state, results)

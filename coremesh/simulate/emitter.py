@@ -7,8 +7,7 @@ are Python loops. A worker's program is one generator; it yields where another
 worker may run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -23,22 +22,10 @@ from coremesh.simulate import (
   machine,
   memory,
   scalars,
+  selects,
   synchronisation,
 )
-
-# What Python compiles at most.
-_MAX_LOOPS = 20
-_MAX_BLOCKS = 98
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Name:
-  """A variable of the written source. (A `str` would pass for a sequence.)"""
-
-  text: str
-
-  def __str__(self) -> str:
-    return self.text
+from coremesh.simulate.source import Name, Source
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,7 +119,7 @@ def _is_sparse(mesh: Any) -> bool:
   return mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
 
 
-class Emitter:
+class Emitter(Source):
   """Writes the program of one worker.
 
   Attributes:
@@ -175,59 +162,24 @@ class Emitter:
     self.retarget: str | None = None
     self.num_targets = 0
     self.constants: dict[str, Any] = {"np": np}
-    self.lines: list[str] = []
     self._rules = rules
     self._value_rules = value_rules
     self._env: dict[Any, Any] = {}
-    self._indent = 1
-    self._num_loops = 0
-    self._count = 0
     self._by_id: dict[int, Name] = {}
     self._literals: dict[Any, Name] = {}
     self.numbers: dict[str, Any] = {}
     self.unused: set[Any] = set()
+    self.counted: set[Any] = set()
+    self.moves_blocks = False
     self._live: dict[int, tuple[Any, list[Any]]] = {}
-    self._once: list[dict[Any, tuple[Name, int, str]]] = [{}]
     self._line = "the kernel's start"
 
   # --- text ------------------------------------------------------------------
-
-  def line(self, text: str) -> None:
-    self.lines.append("  " * self._indent + text)
-
-  @contextlib.contextmanager
-  def block(self, head: str) -> Iterator[None]:
-    """Lines inside `head`, such as "while True:"."""
-    self.end_stretch()
-    self.line(head)
-    is_loop = head.startswith(("for ", "while "))
-    self._num_loops += is_loop
-    self._indent += 1
-    if self._num_loops > _MAX_LOOPS or self._indent > _MAX_BLOCKS:
-      raise errors.UnsupportedError(
-        f"coremesh's simulator knows up to {_MAX_LOOPS} loops inside one"
-        f" another, and {_MAX_BLOCKS} loops and branches; there are more at"
-        f" {self._line}. Make one loop of several, over the product of their"
-        " counts, and one branch of several, on a condition of all."
-      )
-    before = len(self.lines)
-    self._once.append({})
-    yield
-    self.end_stretch()
-    self._once.pop()
-    if len(self.lines) == before:
-      self.line("pass")
-    self._indent -= 1
-    self._num_loops -= is_loop
 
   def end_stretch(self) -> None:
     """A stretch without branches ends here: writes what it costs."""
     if self.costs is not None:
       self.costs.flush(self)
-
-  def name(self, prefix: str = "v") -> Name:
-    self._count += 1
-    return Name(f"{prefix}{self._count}")
 
   def constant(self, value: Any, prefix: str = "k") -> Name:
     """A name for a value known now."""
@@ -238,39 +190,9 @@ class Emitter:
       self._by_id[id(value)] = name
     return name
 
-  def let(self, expression: str, prefix: str = "v") -> Name:
-    """A new name for what an expression gives."""
-    name = self.name(prefix)
-    self.line(f"{name} = {expression}")
-    return name
-
-  def once(self, expression: str, key: Any, prefix: str = "p") -> Name:
-    """A name for what an expression gives, written once where it is known.
-
-    Args:
-      expression: its source; of names that keep their values in this block.
-      key: equal for expressions that give the same.
-      prefix: of the name.
-    """
-    for known in reversed(self._once):
-      name, place, line = known.get(key, (None, 0, ""))
-      # A mutant may have taken the line away.
-      if name is not None and self.lines[place : place + 1] == [line]:
-        return name
-    name = self.let(expression, prefix)
-    self._once[-1][key] = name, len(self.lines) - 1, self.lines[-1]
-    return name
-
   def site(self, what: str) -> Name:
     """A name for this place in the user's code."""
     return self.constant(machine.Site(what, self._line), "s")
-
-  def unpack(self, expression: str, count: int) -> list[Name]:
-    """New names for the results that an expression gives."""
-    names = [self.name() for _ in range(count)]
-    targets = "".join(f"{name}, " for name in names)
-    self.line(f"{targets}= {expression}" if names else expression)
-    return names
 
   # --- programs --------------------------------------------------------------
 
@@ -400,9 +322,3 @@ class Emitter:
 
   def is_ref(self, value: Any) -> bool:
     return not isinstance(value, Name) or value.text in self.refs
-
-  def source(self, arguments: Sequence[str]) -> str:
-    self.end_stretch()
-    head = f"def program(m, w{''.join(', ' + a for a in arguments)}):"
-    # A worker's program is a generator even if it never waits.
-    return "\n".join([head, *self.lines, "  return", "  yield"])

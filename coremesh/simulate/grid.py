@@ -202,7 +202,7 @@ def _loop(em, kernel, dims, indices, axis, body) -> None:
     bounds = (
       f"range({core} * {size} // {cores}, ({core} + 1) * {size} // {cores})"
     )
-  with em.block(f"for {indices[axis]} in {bounds}:"):
+  with em.nest(), em.block(f"for {indices[axis]} in {bounds}:"):
     _loop(em, kernel, dims, indices, axis + 1, body)
 
 
