@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 import pytest
 
 from coremesh.errors import UnsupportedError
-from coremesh.profile import dma, scalar
+from coremesh.profile import dma
+from coremesh.profile import events as profile_events
 
 _HBM = dma.Hbm(bytes_per_cycle=64.0, latency_cycles=100.0)
 
 
-def _trace(*events, cycles=50, core=0) -> scalar.Trace:
-  return scalar.Trace(
+def _trace(*events, cycles=50, core=0) -> profile_events.Trace:
+  return profile_events.Trace(
     core=core,
     cycles=cycles,
     runs=(),
-    events=tuple(scalar.Event(*e) for e in events),
+    events=tuple(profile_events.Event(*e) for e in events),
     assumed=(),
     skipped=0,
   )
@@ -111,7 +112,7 @@ def test_an_hbm_without_bandwidth_is_an_error():
 def _repeated(core: int, *, gap: int, granules: int, times: int):
   """Copies into two buffers in turn, each waited for a round later."""
   events = tuple(
-    scalar.Event(*e)
+    profile_events.Event(*e)
     for e in (
       (0, "read", 0, 1, granules),
       (gap, "wait", 1, 2, granules),
@@ -121,9 +122,9 @@ def _repeated(core: int, *, gap: int, granules: int, times: int):
       (2 * gap, "add", 2, 1, -granules),
     )
   )
-  first = scalar.Event(0, "read", 0, 2, granules)
-  last = scalar.Event(5 + times * 2 * gap, "wait", 3, 2, granules)
-  block = scalar.Repeat(5, events, times, 2 * gap)
+  first = profile_events.Event(0, "read", 0, 2, granules)
+  last = profile_events.Event(5 + times * 2 * gap, "wait", 3, 2, granules)
+  block = profile_events.Repeat(5, events, times, 2 * gap)
   cycles = 10 + times * 2 * gap
   return dataclasses.replace(
     _trace(cycles=cycles, core=core), events=(first, block, last)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coremesh.errors import UnsupportedError
-from coremesh.profile import bundles, scalar, values
+from coremesh.profile import bundles, events, machine, scalar, values
 from tests import profiling
 
 _HEAD = "= control target key start\n"
@@ -23,7 +23,7 @@ def _program(*lines: str) -> bundles.Program:
   )
 
 
-def _trace(*lines: str, **options) -> scalar.Trace:
+def _trace(*lines: str, **options) -> events.Trace:
   options = {"core": 0, "delay_slots": 1} | options
   return scalar.trace(_program(*lines), **options)
 
@@ -147,7 +147,7 @@ def test_delay_slots_are_issued_whether_or_not_the_branch_is_taken():
 
 def test_a_loop_whose_end_data_decide_is_assumed_and_named():
   trace = _trace(*_loop("%s9_s5"))
-  assert trace.cycles == 2 + 4 * scalar.ASSUMED_TRIPS
+  assert trace.cycles == 2 + 4 * machine.ASSUMED_TRIPS
   [text] = trace.assumed
   assert "the branch at bundle 0x3 depends on operand 0 (s32[1])" in text
 
@@ -160,7 +160,7 @@ def test_a_loop_whose_end_is_given_is_exact():
 
 
 def test_a_program_that_does_not_end_is_an_error(monkeypatch):
-  monkeypatch.setattr(scalar, "_MOST_ROUNDS", 1000)
+  monkeypatch.setattr(machine, "_MOST_ROUNDS", 1000)
   with pytest.raises(UnsupportedError, match="has run 1,000 times"):
     _trace(
       "%s1_s0 = smov 1",
@@ -202,13 +202,13 @@ def test_zero_and_anything_is_zero():
 @pytest.mark.parametrize(
   ("line", "expected"),
   [
-    ("%1 = vsyncadd.remote %s1_s0, 1", "copy or signal to another core"),
-    ("%1 = vwait.ge.trace [#allocation2], 0", "a wait for another core"),
-    ("%1 = dma.general /*src=*/%s1_s0", "copy or signal to another core"),
-    ("%1 = inlined_call", "an instruction that is not modelled"),
+    ("%1 = vsyncadd.remote.done %s1_s0, 1", "a signal or wait of a form"),
+    ("%1 = vwait.ne [#allocation2], 0", "a signal or wait of a form"),
+    ("%1 = dma.general /*src=*/%s1_s0", "a copy of a form that is not known"),
+    ("%1 = inlined_call", "inlined_call: a call, which cm.predict does not"),
   ],
 )
-def test_what_cores_do_to_each_other_is_refused(line, expected):
+def test_what_decides_when_things_happen_must_be_known(line, expected):
   with pytest.raises(UnsupportedError, match=expected):
     _trace("%s1_s0 = smov 1", line)
 
@@ -261,7 +261,7 @@ def test_both_cores_of_a_device_share_the_blocks():
   for core in (0, 1):
     trace = scalar.trace(program, core=core, delay_slots=4)
     reads = [e.amount for e in trace.each_event() if e.kind == "read"]
-    assert reads == [8 * 1024 * 4 // scalar.GRANULE_BYTES] * 4
+    assert reads == [8 * 1024 * 4 // events.GRANULE_BYTES] * 4
     assert not trace.assumed
 
 
@@ -316,7 +316,7 @@ _BODIES = {
 def test_skipping_rounds_changes_nothing(body, sizes, monkeypatch):
   program = _nested(*sizes, body)
   found = scalar.trace(program, core=0, delay_slots=1)
-  monkeypatch.setattr(scalar, "_FIRST_TRY", 1 << 60)
+  monkeypatch.setattr(machine, "FIRST_TRY", 1 << 60)
   expected = scalar.trace(program, core=0, delay_slots=1)
   assert expected.skipped == 0
   assert found.cycles == expected.cycles
@@ -356,5 +356,5 @@ def test_a_copy_by_a_table_of_strides_moves_its_bytes():
 
 @pytest.mark.parametrize(("source", "flag"), [("vmem", 131072), ("hbm", 5)])
 def test_a_copy_that_may_leave_the_core_is_refused(source, flag):
-  with pytest.raises(UnsupportedError, match="to another core or device"):
+  with pytest.raises(UnsupportedError, match="a copy of a form that is not"):
     _trace(*_general(source, flag))

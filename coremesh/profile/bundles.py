@@ -83,6 +83,8 @@ class Slot:
     operands: in order; () for vector instructions, which are not read.
     names: of the operands, "" for one without.
     target: the bundle a branch goes to.
+    delay: bundles after the branch that are issued before it is taken; None:
+      as many as for all branches of the chip.
     source: the line of the program, "file:line", if the compiler wrote it.
     notes: the compiler's comments.
   """
@@ -95,6 +97,7 @@ class Slot:
   operands: tuple[Operand, ...] = ()
   names: tuple[str, ...] = ()
   target: int | None = None
+  delay: int | None = None
   source: str | None = None
   notes: tuple[str, ...] = ()
 

@@ -1,6 +1,6 @@
 """What a core issues: which bundles, how often, and the copies and waits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 from typing import Literal, NamedTuple
 
@@ -9,8 +9,37 @@ import numpy as np
 GRANULE_BYTES = 32  # of DMA sizes, on all chips: bundles of known copies
 
 type EventKind = Literal[
-  "read", "write", "local", "wait", "add", "set", "delay"
+  "read",
+  "write",
+  "local",
+  "send",
+  "signal",
+  "wait",
+  "add",
+  "set",
+  "delay",
+  "meet",
 ]
+
+
+class Target(NamedTuple):
+  """Whom a copy or signal is for.
+
+  Attributes:
+    device: its number in the program.
+    core: of that device.
+    flag: the semaphore there that counts it.
+    hops: links of ICI on the way; 0 inside a chip.
+    source: the memory a copy comes from, "hbm" or "vmem"; "" for a signal.
+    place: the memory it goes to.
+  """
+
+  device: int
+  core: int
+  flag: int
+  hops: int = 0
+  source: str = ""
+  place: str = ""
 
 
 class Event(NamedTuple):
@@ -19,10 +48,13 @@ class Event(NamedTuple):
   Attributes:
     cycle: bundles issued before it.
     kind: "read" and "write" are DMAs from and to HBM, "local" is one that
-      stays in the core.
+      stays in the core, "send" one to another core. "signal" adds to the
+      semaphore of another core. At "meet" a core waits for all of its group.
     bundle: where.
-    flag: the semaphore; -1 if it is not known.
+    flag: the semaphore of its own core; -1 if it is not known, or none. Of a
+      "meet" the barrier.
     amount: granules of a DMA, what to wait for, add or set; cycles of a delay.
+    to: the receiver of a "send" or "signal".
   """
 
   cycle: int
@@ -30,6 +62,7 @@ class Event(NamedTuple):
   bundle: int
   flag: int
   amount: int
+  to: Target | None = None
 
 
 class Repeat(NamedTuple):
@@ -82,6 +115,10 @@ class Trace:
     skipped: cycles that were not run one by one, because the rounds of a loop
       were proven to take the same way; see `affine`.
     path: the first bundle of each of the runs, in the order of their issue.
+    device: the number of its device in the program.
+    group: cores of one device and group meet at barriers.
+    granule_bytes: what the amount of a copy counts.
+    lines: the lines of the program that wait, "file:line", by bundle.
   """
 
   core: int
@@ -91,6 +128,10 @@ class Trace:
   assumed: tuple[str, ...]
   skipped: int
   path: tuple[int | Rounds, ...] = ()
+  device: int = 0
+  group: int = 0
+  granule_bytes: int = GRANULE_BYTES
+  lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
   def each_event(self) -> Iterator[Event]:
     """The events one by one, repetitions written out."""
@@ -102,6 +143,26 @@ class Trace:
         start = found.cycle + i * found.period
         for event in found.events:
           yield event._replace(cycle=start + event.cycle)
+
+  def with_targets(self, find: Callable[[Target], Target]) -> "Trace":
+    """The same with each receiver replaced."""
+
+    def replaced(event: Event) -> Event:
+      return event if event.to is None else event._replace(to=find(event.to))
+
+    events = tuple(
+      found._replace(events=tuple(map(replaced, found.events)))
+      if isinstance(found, Repeat)
+      else replaced(found)
+      for found in self.events
+    )
+    return dataclasses.replace(self, events=events)
+
+  def targets(self) -> Iterator[Target]:
+    """The receivers in order, those of a repetition once."""
+    for found in self.events:
+      inner = found.events if isinstance(found, Repeat) else (found,)
+      yield from (e.to for e in inner if e.to is not None)
 
   def executions(self, num_bundles: int) -> np.ndarray:
     """How often each bundle was issued."""

@@ -6,7 +6,7 @@ import math
 import re
 
 from coremesh import errors
-from coremesh.profile.bundles import Address, Program
+from coremesh.profile.bundles import Address, Operand, Program
 
 _VMEM_UNIT_BYTES = 512
 # Allocations have names, not addresses. Pointers to VMEM are shifted left by 4
@@ -14,6 +14,9 @@ _VMEM_UNIT_BYTES = 512
 _ALLOCATION_STEP = 0x40000
 _ALLOCATIONS_START = 0x40000
 _SPILLS_START = 0x30000000
+# The receiver of a signal has its semaphore in so many numbers.
+_MOST_SEMAPHORES = 1 << 13
+_SEMAPHORE_OPERANDS = ("dst_syncflagno", "src_syncflagno")
 _MOST_POINTER = 1 << 31
 
 _POINTERS = ("scalar_lea.", "int_to_ptr.", "inlined_call_operand.")
@@ -44,16 +47,37 @@ class Place:
 def bases(program: Program) -> dict[str, int]:
   """An address for each allocation a program names."""
   found: dict[str, int] = {}
-  spills = 0
+  semaphores = _semaphores(program)
+  spills = numbered = 0
   for name in _allocations(program):
     if name in found:
       continue
     if name.endswith("_spill"):
       found[name] = _SPILLS_START + spills
       spills += 1
+    elif name in semaphores:
+      numbered += 1
+      found[name] = numbered * (_MOST_SEMAPHORES // (len(semaphores) + 1))
     else:
       step = len(found) - spills
       found[name] = _ALLOCATIONS_START + step * _ALLOCATION_STEP
+  return found
+
+
+def _semaphores(program: Program) -> set[str]:
+  """The allocations that are semaphores, or begin an array of them."""
+  found = set()
+  for slot in program.slots:
+    operands: list[Operand | None] = []
+    if slot.opcode.startswith(("vsync", "vwait", "dma.done")):
+      operands = [*slot.operands[:1]]
+    elif slot.opcode.startswith("dma."):
+      operands = [slot.operand(n) for n in _SEMAPHORE_OPERANDS]
+    elif slot.opcode == "scalar_lea.sflag":
+      operands = [*slot.operands]
+    for operand in operands:
+      if isinstance(operand, Address):
+        found.update(t for t in operand.terms if isinstance(t, str))
   return found
 
 

@@ -5,13 +5,25 @@ next branch. Slots of a bundle read what registers held before it. The compiler
 numbers every value, so that each read is checked to find the value it means.
 """
 
-from collections.abc import Mapping, Sequence, Set
 import dataclasses
 from typing import Any
 
 from coremesh import errors
-from coremesh.profile import values
-from coremesh.profile.bundles import Address, Bundle, Operand, Register, Slot
+from coremesh.profile import (
+  addresses,
+  expressions,
+  layout,
+  statements,
+  values,
+)
+from coremesh.profile.bundles import (
+  Address,
+  Bundle,
+  Operand,
+  Program,
+  Register,
+  Slot,
+)
 
 BANKS = {"s": 0, "p": 64}
 NUM_REGISTERS = 128
@@ -19,41 +31,6 @@ NEVER = -2  # no value yet
 
 # A local variable says which value the register holds.
 _DYNAMIC = -1
-
-_WORDS = {
-  "sadd.s32": "({} + {}) & M",
-  "ssub.s32": "({} - {}) & M",
-  "smul.u32": "({} * {}) & M",
-  "sand.u32": "{} & {}",
-  "sor.u32": "{} | {}",
-  "sxor.u32": "{} ^ {}",
-  "sshll.u32": "shift_left({}, {})",
-  "sshrl.u32": "shift_right({}, {})",
-  "sshra.s32": "shift_right_signed({}, {})",
-  "smin.u32": "least({}, {})",
-  "smax.u32": "greatest({}, {})",
-  "smin.s32": "least_signed({}, {})",
-  "smax.s32": "greatest_signed({}, {})",
-  "por": "{} | {}",
-  "pand": "{} & {}",
-  "pxor": "{} ^ {}",
-  "pnor": "({} | {}) ^ True",
-  "pnand": "({} & {}) ^ True",
-  "pneg": "{} ^ True",
-}
-_COMPARISONS = dict(eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=")
-# They do not change what happens when.
-_WITHOUT_EFFECT = frozenset(
-  ["sfence", "compiler-scheduling-barrier", "spush.sccf", "sc.u32", "strace"]
-)
-_FUNCTIONS = {
-  f.__name__: f
-  for f in (
-    *(values.shift_left, values.shift_right, values.shift_right_signed),
-    *(values.least, values.greatest, values.least_signed),
-    *(values.greatest_signed, values.quotient, values.remainder),
-  )
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,52 +62,76 @@ class Stretch:
     return scope["make"](**state)
 
 
-def translate(
-  bundles: Sequence[Bundle],
-  start: int,
-  *,
-  leaders: Set[int],
-  bases: Mapping[str, int],
-  spaces: Mapping[int, str],
-  delay: int,
-) -> Stretch:
-  """The stretch that starts at a bundle.
+class Code:
+  """A program and what has been translated of it, which its cores share.
 
-  Args:
-    bundles: of the program.
-    start: the first.
-    leaders: where branches go to.
+  Attributes:
+    program: the machine code.
+    delay_slots: bundles after a branch that are run before it is taken.
     bases: the address of each allocation.
     spaces: the memory that each value which is a pointer points to.
-    delay: how many bundles after a branch are run before it is taken.
+    identity: how the program finds out where it runs.
   """
-  branch, end = None, len(bundles)
-  for index in range(start, len(bundles)):
-    if branch is None and index > start and index in leaders:
-      end = index
-      break
-    slots = [s for s in bundles[index].slots if s.target is not None]
-    if slots and branch is not None:
-      raise errors.UnsupportedError(
-        f"Bundle {index:#x} branches in the delay slots of another branch,"
-        " which is not modelled."
-      )
-    if slots:
-      branch, end = (index, slots[0]), min(index + 1 + delay, len(bundles))
-    if branch is not None and index + 1 == end:
-      break
-  writer = _Writer(bases, spaces)
-  for bundle in bundles[start:end]:
-    writer.bundle(bundle, bundle.index - start)
-  source = writer.source()
-  return Stretch(
-    start=start,
-    end=end,
-    target=branch[1].target if branch else None,
-    branch=branch[0] if branch else None,
-    code=compile(source, f"<bundles {start:#x} to {end:#x}>", "exec"),
-    namespace={"M": values.MASK, "K": writer.causes, **_FUNCTIONS},
-  )
+
+  def __init__(
+    self, program: Program, *, delay_slots: int, num_devices: int = 1
+  ):
+    self.program = program
+    self.delay_slots = delay_slots
+    self.bases = layout.bases(program)
+    self.spaces = layout.spaces(program)
+    self.identity = addresses.identity(program, num_devices)
+    self._leaders = {s.target for s in program.slots if s.target is not None}
+    self._stretches: dict[int, Stretch] = {}
+
+  def own_word(self, allocation: str) -> str | None:
+    """The expression of a word that says where the program runs."""
+    if allocation in self.identity.device_words:
+      return "H.device"
+    return "0" if allocation in self.identity.zero_words else None
+
+  def stretch(self, start: int) -> Stretch:
+    """The stretch that starts at a bundle."""
+    if start not in self._stretches:
+      self._stretches[start] = self._translated(start)
+    return self._stretches[start]
+
+  def _translated(self, start: int) -> Stretch:
+    branch, end = self._end(start)
+    writer = _Writer(self)
+    for bundle in self.program.bundles[start:end]:
+      writer.bundle(bundle, bundle.index - start)
+    source = writer.source()
+    namespace = {"M": values.MASK, "K": writer.causes, **expressions.FUNCTIONS}
+    return Stretch(
+      start=start,
+      end=end,
+      target=branch[1].target if branch else None,
+      branch=branch[0] if branch else None,
+      code=compile(source, f"<bundles {start:#x} to {end:#x}>", "exec"),
+      namespace=namespace,
+    )
+
+  def _end(self, start: int) -> tuple[tuple[int, Slot] | None, int]:
+    """The branch of a stretch, and the bundle after its last."""
+    bundles = self.program.bundles
+    branch, end = None, len(bundles)
+    for index in range(start, len(bundles)):
+      if branch is None and index > start and index in self._leaders:
+        return None, index
+      slots = [s for s in bundles[index].slots if s.target is not None]
+      if slots and branch is not None:
+        raise errors.UnsupportedError(
+          f"Bundle {index:#x} branches in the delay slots of another branch,"
+          " which is not modelled."
+        )
+      if slots:
+        slot = slots[0]
+        delay = self.delay_slots if slot.delay is None else slot.delay
+        branch, end = (index, slot), min(index + 1 + delay, len(bundles))
+      if branch is not None and index + 1 == end:
+        break
+    return branch, end
 
 
 def _key(register: Register) -> int:
@@ -140,9 +141,8 @@ def _key(register: Register) -> int:
 class _Writer:
   """Writes the Python of one stretch."""
 
-  def __init__(self, bases: Mapping[str, int], spaces: Mapping[int, str]):
-    self._bases = bases
-    self._spaces = spaces
+  def __init__(self, code: Code):
+    self._code = code
     self.causes: list[values.Unknown] = []
     self._lines: list[str] = []
     self._loaded: set[int] = set()
@@ -206,7 +206,7 @@ class _Writer:
         return self._read(operand, bundle, condition)
       case Address(terms=terms):
         words = [
-          str(self._bases[term])
+          str(self._code.bases[term])
           if isinstance(term, str)
           else self._value(term, bundle, condition)
           for term in terms
@@ -320,7 +320,13 @@ class _Writer:
   def _result(self, slot: Slot, bundle: int) -> str:
     """The expression of the value a slot writes."""
     condition = self._condition(slot, bundle)
-    expression = self._expression(slot, bundle, condition)
+    expression = expressions.expression(
+      slot,
+      where=f"bundle {bundle:#x}",
+      words=lambda: [self._value(o, bundle, condition) for o in slot.operands],
+      unknown=self._unknown,
+      own=self._code.own_word,
+    )
     if not condition:
       return expression
     assert slot.result is not None
@@ -336,42 +342,6 @@ class _Writer:
     name = condition.split(" ")[0]
     return f"({expression}) if {condition} else ({old} if {off} else {name})"
 
-  def _expression(self, slot: Slot, bundle: int, condition: str) -> str:
-    opcode, where = slot.opcode, f"bundle {bundle:#x}"
-    words = lambda: [self._value(o, bundle, condition) for o in slot.operands]
-    if opcode in _WORDS:
-      return _WORDS[opcode].format(*words())
-    if opcode.startswith("scmp."):
-      _, relation, kind, *_ = opcode.split(".")
-      if kind in ("s32", "u32") and relation in _COMPARISONS:
-        a, b = words()
-        if kind == "s32" and relation not in ("eq", "ne"):
-          a, b = f"({a} ^ {values.SIGN})", f"({b} ^ {values.SIGN})"
-        return f"{a} {_COMPARISONS[relation]} {b}"
-    if opcode in ("smov", "pmov"):
-      [word] = words()
-      return f"{word} != 0" if word.isdigit() and opcode == "pmov" else word
-    if opcode == "scalar_select":
-      p, a, b = words()
-      return f"({a}) if {p} is True else (({b}) if {p} is False else {p})"
-    if opcode.startswith("scalar_lea"):
-      return f"({' + '.join(words())}) & M"
-    if opcode == "sld":
-      if any("core id" in note for note in slot.notes):
-        return "H.core"
-      cause = f"a word of SMEM that was not written before ({where})"
-      return f"S.get({words()[0]}, {self._unknown(cause)})"
-    if opcode.startswith("inlined_call_operand"):
-      index, shape = slot.operands
-      space = opcode.removeprefix("inlined_call_operand.")
-      return f"H.operand({index}, {space!r}, {shape!r})"
-    if opcode == "spop.drf":
-      return f"D[{slot.operands[0]!r}]"
-    if slot.is_vector or opcode == "spop":
-      what = "the value of a semaphore" if "sfrf" in opcode else "vector data"
-      return self._unknown(f"{what} ({opcode}, {where})")
-    return self._unknown(f"the opcode {opcode} ({where})")
-
   # --- what has no result ---
 
   def _branch(self, slot: Slot, bundle: int) -> None:
@@ -384,11 +354,17 @@ class _Writer:
     self, slot: Slot, bundle: int, offset: int, stores: list[str]
   ) -> None:
     opcode = slot.opcode
-    if opcode in _WITHOUT_EFFECT:
+    if opcode in statements.WITHOUT_EFFECT:
       return
     condition = self._condition(slot, bundle)
     name = condition.split(" ")[0]
-    call = self._call(slot, bundle, offset, condition)
+    call = statements.statement(
+      slot,
+      f"t + {offset}, {bundle}",
+      bundle,
+      words=[self._value(o, bundle, condition) for o in slot.operands],
+      spaces=self._code.spaces,
+    )
     if opcode == "shalt.err":
       # A check that depends on data is taken to pass.
       stores.append(f"if {condition or 'True'}: {call}")
@@ -408,46 +384,3 @@ class _Writer:
       f"elif {name} is not {off}:"
       f" H.assume_runs({bundle}, {opcode!r}, {name}); {call}"
     )
-
-  def _call(self, slot: Slot, bundle: int, offset: int, condition: str) -> str:
-    """The statement that does what a slot does."""
-    opcode, at = slot.opcode, f"t + {offset}, {bundle}"
-    words = [self._value(o, bundle, condition) for o in slot.operands]
-    named = dict(zip(slot.names, words, strict=True))
-    match opcode:
-      case "shalt.err":
-        return f"H.halt({bundle}, {slot.notes[:1]!r})"
-      case "sst":
-        return f"H.store({bundle}, {words[0]}, {words[1]})"
-      case "sdivrem.u32":
-        function = "remainder" if "kRem" in slot.notes else "quotient"
-        return f"D['%{slot.token}'] = {function}({words[0]}, {words[1]})"
-      case "dma.done.wait":
-        return f"H.wait({at}, {words[0]}, {words[1]})"
-      case "vsyncadd":
-        return f"H.add({at}, {words[0]}, {words[1]})"
-      case "vsyncpa" | "vsyncset":
-        return f"H.set({at}, {words[0]}, {words[1]})"
-      case "vsyncmov":
-        return "pass"
-      case "vdelay":
-        return f"H.delay({at}, {words[0]})"
-    if opcode.startswith("dma.") and "_to_" in opcode:
-      source, _, place = opcode.removeprefix("dma.").partition("_to_")
-      if {source, place} <= {"hbm", "vmem", "smem"}:
-        flag, size = named["dst_syncflagno"], named["size_in_granules"]
-        ends = f"{named.get(source)}, {named.get(place)}"
-        return f"H.dma({at}, {source!r}, {place!r}, {flag}, {size}, {ends})"
-    if opcode == "dma.general":
-      source, place = (self._space(slot.operand(n)) for n in ("src", "dst"))
-      if {source, place} == {"hbm", "vmem"}:
-        flag, size = named["dst_syncflagno"], named["size_in_granules"]
-        other = named["src_syncflagno"]
-        ends = f"{source!r}, {place!r}, {flag}, {size}, {other}"
-        return f"H.general({at}, {ends})"
-    return f"H.refuse({bundle}, {opcode!r}, {slot.notes[:1]!r})"
-
-  def _space(self, operand: Operand | None) -> str | None:
-    """The memory a pointer is to, if the slot that made it says so."""
-    is_register = isinstance(operand, Register)
-    return self._spaces.get(operand.value) if is_register else None

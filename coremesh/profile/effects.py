@@ -1,0 +1,284 @@
+"""What instructions do: the words they store and the events they make."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from coremesh import errors
+from coremesh.profile import addresses, affine, layout, translate, values
+from coremesh.profile.events import (
+  GRANULE_BYTES,
+  Event,
+  EventKind,
+  Repeat,
+  Target,
+)
+from coremesh.profile.values import Unknown, Word
+
+_WORDS_PER_GRANULE = GRANULE_BYTES // 4
+# What a copy that signals nobody but its receiver names as its other semaphore.
+_NO_FLAG = 131072
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+  """Where a program runs.
+
+  Attributes:
+    core: its number, of its group if there are groups.
+    device: its number in the program.
+    group: which of the SparseCores.
+  """
+
+  core: int
+  device: int = 0
+  group: int = 0
+
+
+class Effects:
+  """What a core has done so far; generated code calls the methods.
+
+  Attributes:
+    smem: words by address.
+    events: in order.
+    assumed: what was taken for granted, in words.
+    lines: the lines of the program that wait, by bundle.
+  """
+
+  def __init__(
+    self,
+    code: translate.Code,
+    place: Place,
+    operands: Mapping[int, np.ndarray],
+    hbm_unit_bytes: int,
+  ):
+    self.core, self.device, self.group = place.core, place.device, place.group
+    self.smem: dict[Any, Word] = {}
+    self.events: list[Event | Repeat] = []
+    self.assumed: dict[str, None] = {}
+    self.lines: dict[int, str] = {}
+    self._bundles = code.program.bundles
+    self._delay_slots = code.delay_slots
+    self._data = operands
+    self._places = layout.places(code.program, hbm_unit_bytes)
+
+  def line(self, bundle: int) -> str:
+    """The line of the program a bundle comes from, in brackets, if known."""
+    found = [s.source for s in self._bundles[bundle].slots if s.source]
+    return f" ({found[0]})" if found else ""
+
+  def assume(self, text: str) -> None:
+    """Notes what is taken for granted."""
+    self.assumed.setdefault(text)
+
+  def mismatch(self, bundle: int, register: str, held: int) -> None:
+    """Refuses a read that finds another value than the compiler meant."""
+    what = "no value" if held == translate.NEVER else f"value {held}"
+    raise errors.UnsupportedError(
+      f"Bundle {bundle:#x} reads {register} and finds {what}: the machine code"
+      f" is not run as it is meant to be ({self._delay_slots} delay slots)."
+    )
+
+  def halt(self, bundle: int, notes: tuple[str, ...]) -> None:
+    """Refuses a program whose own check fails."""
+    raise errors.UnsupportedError(
+      f"The check at bundle {bundle:#x} ({' '.join(notes)}) fails and would"
+      " halt the core: a copy is out of bounds, or scalar arguments are not"
+      " those of the kernel."
+    )
+
+  def refuse(self, bundle: int, opcode: str, notes: tuple[str, ...]) -> None:
+    """Refuses an instruction that decides what happens when."""
+    note = f" ({notes[0]})" if notes else ""
+    what = "a call"
+    if opcode.startswith("dma"):
+      what = "a copy of a form that is not known"
+    elif opcode.startswith("v"):
+      what = "a signal or wait of a form that is not known"
+    raise errors.UnsupportedError(
+      f"Bundle {bundle:#x}{self.line(bundle)} holds {opcode}{note}: {what},"
+      " which cm.predict does not model."
+    )
+
+  def unknown(self, bundle: int, opcode: str) -> None:
+    """Notes an instruction that is not known."""
+    self.assume(
+      f"the instruction {opcode} at bundle {bundle:#x}{self.line(bundle)} is"
+      " not known; assumed to change nothing that takes time"
+    )
+
+  def assume_runs(self, bundle: int, opcode: str, unknown: Unknown) -> None:
+    """Notes that something is taken to run though data decide it."""
+    self.assume(
+      f"{opcode} at bundle {bundle:#x}{self.line(bundle)} runs if"
+      f" {unknown.cause}; assumed to run"
+    )
+
+  def operand(self, index: int, space: str, shape: str) -> Word:
+    """A pointer to an operand, or the operand itself."""
+    if space != "<no memory space>":
+      return self._places[index].pointer
+    words = self._data.get(index)
+    if words is not None and len(words):
+      return int(words[0])
+    return Unknown(f"operand {index} ({shape}), whose value is not given")
+
+  def store(self, bundle: int, address: Word, word: Word) -> None:
+    """`sst`."""
+    if isinstance(address, Unknown):
+      self.assume(
+        f"sst at bundle {bundle:#x} writes where {address.cause} says; assumed"
+        " to change nothing that is read again"
+      )
+    else:
+      self.smem[address] = word
+
+  def dma(
+    self,
+    cycle: int,
+    bundle: int,
+    source: str,
+    place: str,
+    flag: Word,
+    size: Word,
+    start: Word,
+    end: Word,
+  ) -> None:
+    """Starts a copy between the core's memories and HBM."""
+    if isinstance(size, Unknown):
+      self.assume(
+        f"the size of the copy at bundle {bundle:#x} is {size.cause}; assumed"
+        " none"
+      )
+      size = 0
+    if place == "smem":
+      self._fill(source, start, end, size * _WORDS_PER_GRANULE)
+    kind = "read" if source == "hbm" else "write" if place == "hbm" else "local"
+    self._event(cycle, kind, bundle, flag, size)
+
+  def general(
+    self,
+    cycle: int,
+    bundle: int,
+    source: str,
+    place: str,
+    flag: Word,
+    size: Word,
+    other_flag: Word,
+    overrides: Word | None,
+  ) -> None:
+    """A copy by a table of strides, which are not modelled.
+
+    Its overrides say whether it goes to another core or device.
+    """
+    words = (flag, other_flag, overrides)
+    if any(isinstance(word, affine.Affine) for word in words):
+      raise affine._NotAffineError
+    is_remote = isinstance(overrides, Unknown) or (
+      overrides is not None and addresses.is_remote(overrides)
+    )
+    if not is_remote:
+      # Without overrides a copy inside VMEM may still be to another core.
+      is_open = overrides is None and source == place
+      if is_open or isinstance(other_flag, Unknown) or other_flag != _NO_FLAG:
+        self.refuse(bundle, "dma.general", ())
+      self.dma(cycle, bundle, source, place, flag, size, 0, 0)
+      return
+    for word in (*words, size):
+      if isinstance(word, Unknown):
+        self.assume(
+          f"the copy at bundle {bundle:#x}{self.line(bundle)} to another core"
+          f" or device depends on {word.cause}; left out"
+        )
+        return
+    to = addresses.of_copy(overrides, flag, source, place)  # pyright: ignore
+    own = other_flag & addresses.FLAG_MASK
+    self._event(cycle, "send", bundle, own, size, to)
+
+  def signal(self, cycle: int, bundle: int, to: Word, amount: Word) -> None:
+    """`vsyncadd.remote`."""
+    if isinstance(to, affine.Affine):
+      raise affine._NotAffineError
+    if isinstance(to, Unknown):
+      self.assume(
+        f"whom the signal at bundle {bundle:#x}{self.line(bundle)} is for"
+        f" depends on {to.cause}; left out"
+      )
+      return
+    target = addresses.of_signal(to)
+    self._event(cycle, "signal", bundle, -1, amount, target)
+
+  def meet(self, cycle: int, bundle: int, barrier: Word) -> None:
+    """A barrier of all subcores of a SparseCore."""
+    self._note_line(bundle)
+    self._event(cycle, "meet", bundle, barrier, 0)
+
+  def wait(self, cycle: int, bundle: int, flag: Word, amount: Word) -> None:
+    """`dma.done.wait` and `vwait`."""
+    self._note_line(bundle)
+    self._event(cycle, "wait", bundle, flag, amount)
+
+  def add(self, cycle: int, bundle: int, flag: Word, amount: Word) -> None:
+    """`vsyncadd`."""
+    self._event(cycle, "add", bundle, flag, amount)
+
+  def set(self, cycle: int, bundle: int, flag: Word, amount: Word) -> None:
+    """`vsyncpa` and `vsyncset`: they set a semaphore to zero."""
+    self._event(cycle, "set", bundle, flag, amount)
+
+  def delay(self, cycle: int, bundle: int, amount: Word) -> None:
+    """`vdelay`."""
+    self._event(cycle, "delay", bundle, 0, amount)
+
+  def _note_line(self, bundle: int) -> None:
+    if bundle not in self.lines:
+      self.lines[bundle] = self.line(bundle)
+
+  def _event(
+    self,
+    cycle: int,
+    kind: EventKind,
+    bundle: int,
+    flag: Word,
+    amount: Word,
+    to: Target | None = None,
+  ) -> None:
+    for word, what in ((flag, "semaphore"), (amount, "amount")):
+      if isinstance(word, Unknown):
+        self.assume(
+          f"the {what} of the {kind} at bundle {bundle:#x} is {word.cause};"
+          " left out"
+        )
+    if isinstance(flag, affine.Affine):
+      raise affine._NotAffineError
+    if isinstance(amount, Unknown):
+      flag, amount = -1, 0
+    known = -1 if isinstance(flag, Unknown) else flag
+    self.events.append(
+      Event(cycle, kind, bundle, known, values.signed(amount), to)
+    )
+
+  def _fill(self, source: str, start: Word, end: Word, count: int) -> None:
+    """Copies words that are known into SMEM, or marks them unknown."""
+    if isinstance(end, Unknown):
+      self.assume(f"a copy to SMEM goes where {end.cause} says; left out")
+      return
+    words, cause = self._words(source, start)
+    for i in range(count):
+      is_given = words is not None and i < len(words)
+      self.smem[end + i] = int(words[i]) if is_given else Unknown(cause)  # pyright: ignore
+
+  def _words(self, source: str, start: Word) -> tuple[np.ndarray | None, str]:
+    """What is stored from an address on, and why it is not known."""
+    if isinstance(start, Unknown):
+      return None, f"SMEM copied from where {start.cause} says"
+    for index, place in self._places.items():
+      offset = place.offset_words(source, start)
+      if offset is None:
+        continue
+      what = f"operand {index} ({place.shape}), whose values are not given"
+      data = self._data.get(index)
+      return (None if data is None else data[offset:]), what
+    return None, f"SMEM copied from {source}, which the kernel has written"
