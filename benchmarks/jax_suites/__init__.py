@@ -1,0 +1,1 @@
+"""JAX's own TPU test suites, on the CPU, in coremesh's simulator."""
