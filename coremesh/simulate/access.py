@@ -8,7 +8,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import emitter, memory, packing
+from coremesh.simulate import emitter, memory, packing, views
 
 
 def out_of_bounds(worker: Any, what: str, site: Any) -> Any:
@@ -78,7 +78,7 @@ def rows(
   listed: Any,
   name: str,
   site: Any,
-) -> memory.Rows:
+) -> views.Rows:
   """A checked index by arrays, whose `ignored` entries are left out."""
   kept, checked = None, []
   for entry, dim in zip(key, dims, strict=True):
@@ -94,7 +94,7 @@ def rows(
           site,
         )
     checked.append(entry)
-  return memory.Rows(tuple(checked), kept, axis, listed)
+  return views.Rows(tuple(checked), kept, axis, listed)
 
 
 HELPERS = {
@@ -102,8 +102,8 @@ HELPERS = {
   "tiled_span": tiled_span,
   "position": position,
   "rows": rows,
-  "read": memory.read,
-  "write": memory.write,
+  "read": views.read,
+  "write": views.write,
 }
 
 
@@ -217,10 +217,10 @@ class _Steps:
         keeps = is_inner and self._reaches_padding
         self._index(transform, keeps_padding=keeps)
       case kernel_ir.ReshapeTransform(shape=shape):
-        self._view(memory.Reshape(tuple(shape)), shape)
+        self._view(views.Reshape(tuple(shape)), shape)
       case kernel_ir.TransposeTransform(permutation=permutation):
         shape = [self._shape[i] for i in permutation]
-        self._view(memory.Transpose(tuple(permutation)), shape)
+        self._view(views.Transpose(tuple(permutation)), shape)
       case kernel_ir.BitcastTransform(dtype=dtype):
         self._bitcast(dtype)
       case kernel_ir.SharedSliceTransform():
@@ -259,7 +259,7 @@ class _Steps:
     old, new = packing.bits_of(self._dtype), packing.bits_of(dtype)
     if shape and old != new:
       shape[axis] = shape[axis] * old // new
-    self._view(memory.Bitcast(dtype, self._dtype), shape)
+    self._view(views.Bitcast(dtype, self._dtype), shape)
     self._dtype = dtype
 
   def _subcore_slice(self) -> None:

@@ -64,6 +64,8 @@ def _dma_start(em: emitter.Emitter, eqn: Any) -> None:
   src, dst, dst_sem, src_sem, device_id = eqn.params["tree"].unflatten(values)
   src, dst = access.Part(em, src), access.Part(em, dst)
   src.declaration.is_shared = dst.declaration.is_shared = True
+  if em.moves_blocks and dst.declaration.space not in ("hbm", "host"):
+    dst.declaration.is_block = True
   site = em.site(
     f"copy from {src.declaration.name!r} to {dst.declaration.name!r}"
   )

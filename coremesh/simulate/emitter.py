@@ -74,6 +74,7 @@ class Declaration:
       is_tiled=self.is_tiled,
       is_shared=self.is_shared,
       mesh=self.mesh,
+      is_block=self.is_block,
     )
 
 
@@ -96,7 +97,6 @@ def declare(
     axes = ()
   elif space == "vmem_shared":
     axes = axes[:1]
-  is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
   dtype, element = ref_type.dtype, ()
   if not is_semaphore:
     dtype, element = kernel_ir.stored_dtype(dtype)
@@ -130,6 +130,8 @@ class Emitter(Source):
     holdings: the memory that is held at once.
     numbers: the value behind each name of a number that is known now.
     unused: results, of equations that do more than compute, nobody asks for.
+    counted: results that count wherever they are; see `selects`.
+    moves_blocks: whether what is written is a pipeline, outside its body.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
     operations: what notes, and may change, what synchronises.
@@ -149,6 +151,7 @@ class Emitter(Source):
     operations: synchronisation.Operations | None = None,
     costs: costs.Costs | None = None,
   ):
+    super().__init__()
     self.mesh = mesh
     self.device_axes = device_axes
     self.core_axes = core_axes
@@ -247,6 +250,7 @@ class Emitter(Source):
       needed.append(eqn)
       used |= {v for v in eqn.invars if not isinstance(v, kernel_ir.Literal)}
     needed.reverse()
+    self.counted |= selects.counted(jaxpr, is_value=self._is_value)
     self._live[id(jaxpr)] = jaxpr, needed
     return needed
 

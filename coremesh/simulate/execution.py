@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,8 @@ class Execution:
         buffer.fill(kept[coords])
       elif given is not None:
         buffer.fill(given)
+      else:
+        self._mach.forget(buffer)
       buffer.is_input = is_input
       self._mach.share(buffer)
       family.members[(device, *coords)] = buffer
@@ -141,7 +144,10 @@ class Execution:
     """Runs to the end, and looks at what is left."""
     for text in self._program.excess:
       self._mach.report("memory", text)
-    schedule.run(self._mach, signallers=self._program.signallers)
+    try:
+      schedule.run(self._mach, signallers=self._program.signallers)
+    finally:
+      self._mach.report_unwritten()
     self.has_ended = True
     if not self._has_leftovers() and self._mach.races:
       # A DMA that nobody waited for has been reported once already.
@@ -198,11 +204,23 @@ class Execution:
 
   def results(self) -> Mapping[int, Sequence[np.ndarray]]:
     """The outputs of each device."""
+    return {device: list(self._outputs(device)) for device in self._arrays}
+
+  def unwritten_outputs(self) -> Iterator[str]:
+    """Outputs of which elements hold what nobody has written, in words."""
+    for family in self._out_families():
+      for buffer in family.members.values():
+        if family.space == "hbm" and buffer.unwritten is not None:
+          marks = buffer.unwritten.marks
+          first = np.unravel_index(int(marks.argmax()), marks.shape)
+          yield (
+            f"{buffer}: {buffer.unwritten.count} of {math.prod(buffer.shape)}"
+            f" elements, the first at {list(map(int, first))}"
+          )
+
+  def _out_families(self) -> list[Any]:
     num_in = len(self._kernel.in_types)
-    outs = self._families[num_in : num_in + len(self._kernel.out_types)]
-    return {
-      device: list(self._outputs(device, outs)) for device in self._arrays
-    }
+    return self._families[num_in : num_in + len(self._kernel.out_types)]
 
   def close(self) -> None:
     """Breaks the cycles of what the run made, so that its memory is free.
@@ -221,8 +239,9 @@ class Execution:
       worker.streams.clear()
     self._mach.records.accesses.clear()
 
-  def _outputs(self, device: int, outs: Any) -> Iterator[np.ndarray]:
-    for family, type_ in zip(outs, self._kernel.out_types, strict=True):
+  def _outputs(self, device: int) -> Iterator[np.ndarray]:
+    outs = zip(self._out_families(), self._kernel.out_types, strict=True)
+    for family, type_ in outs:
       if family.dtype is None:
         yield np.full(
           type_.shape, kept_semaphores.keep(family, device), np.int32

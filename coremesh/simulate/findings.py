@@ -17,6 +17,7 @@ type Kind = Literal[
   "out of bounds",
   "scope",
   "input written",
+  "uninitialised",
   "negative count",
   "memory",
   "barrier reuse",

@@ -8,7 +8,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import control, emitter, machine, memory
+from coremesh.simulate import control, emitter, machine, memory, unwritten
 
 CORE_AXIS = "tensor_core"
 
@@ -87,6 +87,9 @@ class Window:
         within.append(slice(first - start, last - start))
     self._inside, self._within = tuple(inside), tuple(within)
     self.block.data[...] = memory.poison(self.block.data.dtype)
+    self.block.unwritten = None
+    if self._is_output:
+      m.forget(self.block)
     if self._is_input:
       part = m.load(w, self.array, (self._inside,), site)
       m.copied_block(w, self, out=False, num_bytes=part.nbytes, site=site)
@@ -98,10 +101,13 @@ class Window:
   ) -> None:
     """Writes the block back, if it is an output."""
     if self._is_output and self._place is not None:
-      part = m.load(w, self.block, (self._within,), site)
+      marks = unwritten.of_part(self.block, (self._within,))
+      part = m.load(w, self.block, (self._within,), site, counts=False)
       m.copied_block(w, self, out=True, num_bytes=part.nbytes, site=site)
       part = np.expand_dims(part, self._squeezed)
       m.store(w, self.array, (self._inside,), part, site)
+      if marks is not None:
+        unwritten.copied(marks, self.array, (self._inside,))
 
 
 def mesh_of(

@@ -115,6 +115,7 @@ class Launch:
       seed=params.seed,
       dma=params.dma,
       races=params.detect_races,
+      uninitialised=params.detect_uninitialised,
       device_sizes=tuple(self._kernel.device_axes.values()),
     )
     mach.max_turns = params.max_turns
@@ -151,6 +152,7 @@ class Launch:
           bytes_moved=mach.bytes_moved,
           seconds=time.perf_counter() - start,
           turns=mach.turns,
+          unwritten_outputs=tuple(run.unwritten_outputs()),
           timeline=self._timeline(mach),
         )
       )

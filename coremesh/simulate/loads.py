@@ -5,14 +5,43 @@ from typing import Any
 import jax
 import numpy as np
 
-from coremesh.simulate import access, emitter, memory
+from coremesh.simulate import access, emitter, memory, views
 
 
-def _load(em: emitter.Emitter, part: access.Part) -> str:
-  """Source of the value of a part of a ref."""
+def _load(em: emitter.Emitter, part: access.Part, counts: Any = True) -> str:
+  """Source of the value of a part of a ref.
+
+  Args:
+    em: the emitter.
+    part: of a ref.
+    counts: where the elements count: True, False, or a mask.
+  """
   site = em.site(f"load of {part.declaration.name!r}")
-  steps = part.steps(site)
-  return f"m.load(w, {part.name}, {steps}, {site})"
+  operands = f"w, {part.name}, {part.steps(site)}, {site}"
+  if counts is True:
+    return f"m.load({operands})"
+  if counts is False:
+    return f"m.load({operands}, counts=False)"
+  return f"loaded_where(m, {operands}, {counts})"
+
+
+def loaded_where(m, w, buffer, steps, site, mask) -> Any:
+  """A load of whose elements those count where a mask is set."""
+  if buffer.unwritten is not None and np.any(mask):
+    m.check_written(w, buffer, _where(steps, mask), site)
+  return m.load(w, buffer, steps, site, counts=False)
+
+
+def _where(steps, mask) -> tuple[views.Step, ...]:
+  """Steps to the elements of a part where a mask is set."""
+  if np.ndim(mask) == 0:
+    return steps
+  return (*steps, views.Rows(np.nonzero(mask), None, 0))
+
+
+def leading(mask: np.ndarray) -> np.ndarray:
+  """A mask of as many elements, the first."""
+  return np.arange(mask.size) < mask.sum()
 
 
 def _store(
@@ -32,9 +61,15 @@ def masked(m, w, buffer, steps, value, mask, site) -> None:
     if mask:
       m.store(w, buffer, steps, value, site)
     return
-  chosen = memory.Rows(np.nonzero(mask), None, 0)
   value = np.broadcast_to(value, mask.shape)[mask]
-  m.store(w, buffer, (*steps, chosen), value, site)
+  m.store(w, buffer, _where(steps, mask), value, site)
+
+
+def _counts(em: emitter.Emitter, eqn: Any, mask: Any = None) -> Any:
+  """Where the elements count that an equation loads; see `_load`."""
+  if eqn.outvars[0] not in em.counted:
+    return False
+  return True if mask is None else mask
 
 
 def _is_used(em: emitter.Emitter, eqn: Any) -> bool:
@@ -44,14 +79,17 @@ def _is_used(em: emitter.Emitter, eqn: Any) -> bool:
 def _get(em: emitter.Emitter, eqn: Any) -> None:
   ref, *rest = em.atoms(eqn.invars)
   transforms = jax.tree.unflatten(eqn.params["tree"], rest)
-  em.bind(eqn, [em.let(_load(em, access.Part(em, ref, transforms)))])
+  part = access.Part(em, ref, transforms)
+  em.bind(eqn, [em.let(_load(em, part, _counts(em, eqn)))])
 
 
 def _swap(em: emitter.Emitter, eqn: Any) -> None:
   ref, value, *rest = em.atoms(eqn.invars)
   transforms = jax.tree.unflatten(eqn.params["tree"], rest)
   part = access.Part(em, ref, transforms)
-  old = em.let(_load(em, part)) if _is_used(em, eqn) else emitter.Name("None")
+  old: Any = emitter.Name("None")
+  if _is_used(em, eqn):
+    old = em.let(_load(em, part, _counts(em, eqn)))
   _store(em, part, value)
   em.bind(eqn, [old])
 
@@ -67,7 +105,8 @@ def _masked_load(em: emitter.Emitter, eqn: Any) -> None:
   ref, transforms, mask, other = eqn.params["args_tree"].unflatten(
     em.atoms(eqn.invars)
   )
-  value = em.let(_load(em, access.Part(em, ref, transforms)))
+  part = access.Part(em, ref, transforms)
+  value = em.let(_load(em, part, _counts(em, eqn, mask)))
   if mask is not None:
     # Without `other` the hardware leaves what it had: poison shows its use.
     other = other or em.constant(
@@ -85,7 +124,7 @@ def _masked_swap(em: emitter.Emitter, eqn: Any) -> None:
   part = access.Part(em, ref, transforms)
   old: Any = emitter.Name("None")
   if _is_used(em, eqn):
-    old = em.let(_load(em, part))
+    old = em.let(_load(em, part, _counts(em, eqn, mask)))
   _store(em, part, value, mask)
   em.bind(eqn, [old])
 
@@ -94,7 +133,8 @@ def _sc_load(em: emitter.Emitter, eqn: Any) -> None:
   ref, *rest = em.atoms(eqn.invars)
   mask = rest.pop() if eqn.params["has_mask"] else None
   part = access.Part(em, ref, jax.tree.unflatten(eqn.params["tree"], rest))
-  value = em.let(_load(em, part))
+  first = None if mask is None else f"leading({mask})"
+  value = em.let(_load(em, part, _counts(em, eqn, first)))
   if mask is not None:
     value = em.let(f"expanded({value}, {mask})")
   em.bind(eqn, [value])
@@ -115,7 +155,10 @@ def _sc_swap(em: emitter.Emitter, eqn: Any) -> None:
   old: Any = emitter.Name("None")
   compresses = params["compress"] and mask is not None
   if _is_used(em, eqn) or compresses or params["add"]:
-    old = em.let(_load(em, part))
+    counts = _counts(em, eqn, mask)
+    if params["add"]:
+      counts = f"leading({mask})" if compresses else (mask or True)
+    old = em.let(_load(em, part, counts))
   if compresses:
     value = em.let(f"compressed({old}, {value}, {mask}, {params['add']})")
   elif params["add"]:
@@ -172,7 +215,7 @@ def _tuple(names: Any) -> str:
 def gathered(m, w, buffer, steps, indices, mask, site) -> np.ndarray:
   """`load_gather`: lanes that the mask leaves out hold poison."""
   key, lanes = _lanes(buffer, steps, indices, mask, w, site)
-  values = m.load(w, buffer, (*steps, memory.Rows(key, None, 0)), site)
+  values = m.load(w, buffer, (*steps, views.Rows(key, None, 0)), site)
   if mask is None:
     return values
   result = np.full(mask.shape, memory.poison(values.dtype), values.dtype)
@@ -183,7 +226,7 @@ def gathered(m, w, buffer, steps, indices, mask, site) -> np.ndarray:
 def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
   """`store_scatter` and `addupdate_scatter`, where lanes may meet."""
   key, lanes = _lanes(buffer, steps, indices, mask, w, site)
-  part = (*steps, memory.Rows(key, None, 0))
+  part = (*steps, views.Rows(key, None, 0))
   if mask is not None:
     value = value[lanes]
   if not add:
@@ -199,7 +242,7 @@ def scattered(m, w, buffer, steps, indices, value, mask, add, site) -> None:
 
 
 def _shape(buffer, steps) -> tuple[int, ...]:
-  return np.shape(memory.read(buffer.data, steps)) if steps else buffer.shape
+  return np.shape(views.read(buffer.data, steps)) if steps else buffer.shape
 
 
 def _lanes(buffer, steps, indices, mask, w, site) -> Any:
@@ -238,6 +281,8 @@ def _fetch_and_add(em: emitter.Emitter, eqn: Any) -> None:
 
 HELPERS = {
   "masked": masked,
+  "loaded_where": loaded_where,
+  "leading": leading,
   "expanded": expanded,
   "compressed": compressed,
   "gathered": gathered,

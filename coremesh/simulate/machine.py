@@ -6,7 +6,7 @@ memory (`memories`), semaphores (`signals`), and here DMAs.
 
 from typing import Any
 
-from coremesh.simulate import clocks, memory, signals
+from coremesh.simulate import clocks, signals, unwritten, views
 from coremesh.simulate.state import Dma as Dma
 from coremesh.simulate.transfer import Transfer as Transfer
 from coremesh.simulate.transfer import place
@@ -55,7 +55,9 @@ class Machine(signals.Signals):
 
   def fetch(self, transfer: Transfer) -> None:
     """The first half of a DMA: it reads, and its read semaphore is raised."""
-    transfer.data = memory.read(transfer.src.data, transfer.src_steps)
+    transfer.data = views.read(transfer.src.data, transfer.src_steps)
+    if transfer.src.unwritten is not None:
+      transfer.unwritten = unwritten.of_part(transfer.src, transfer.src_steps)
     self._note_lists(transfer, transfer.src_steps)
     if transfer.src.shadow is not None:
       self._note_transfer(transfer, transfer.src, transfer.src_steps, None)
@@ -80,6 +82,7 @@ class Machine(signals.Signals):
       self._note_transfer(
         transfer, transfer.dst, transfer.dst_steps, transfer.data
       )
+    self._note_written(transfer)
     place(transfer)
     self._count(transfer.src, transfer.dst, transfer.num_bytes)
     if transfer.dst_sem is not None:
@@ -111,10 +114,20 @@ class Machine(signals.Signals):
     by = (transfer, transfer.site)
     self._raise(semaphore, transfer.num_bytes, clock, by)
 
+  def _note_written(self, transfer: Transfer) -> None:
+    """Notes that a DMA writes; what nobody has written counts as such there."""
+    dst, steps = transfer.dst, transfer.dst_steps
+    if dst.unwritten is None and transfer.unwritten is None:
+      return
+    if not transfer.add:
+      unwritten.copied(transfer.unwritten, dst, steps)
+    elif dst.unwritten is not None:
+      self.check_written(transfer, dst, steps, transfer.site)
+
   def _note_lists(self, transfer, steps) -> None:
     """A DMA reads the lists of its indices while it runs."""
     for step in steps:
-      if isinstance(step, memory.Rows):
+      if isinstance(step, views.Rows):
         for buffer, part in step.listed:
           if buffer.shadow is not None:
             self._note_transfer(transfer, buffer, part, None)

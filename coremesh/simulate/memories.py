@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from coremesh.simulate import clocks, memory, state
+from coremesh.simulate import clocks, memory, state, unwritten, views
 from coremesh.simulate.worker import Site, Worker
 
 
@@ -53,6 +53,8 @@ class Memories(state.State):
         self.banks.append(member)
       else:
         member = memory.Buffer(family, place)
+        if not family.outlives_kernel:
+          self.forget(member)
         if family.is_shared:
           self.share(member)
         if remains is not None:
@@ -137,6 +139,11 @@ class Memories(state.State):
     if self.races:
       buffer.shadow = clocks.Shadow(buffer.data.shape, self.records)
 
+  def forget(self, buffer: memory.Buffer) -> None:
+    """Looks for reads of what nobody will have written from now on."""
+    if self.uninitialised:
+      unwritten.forget(buffer)
+
   def enter(self, worker: Worker, member: Any, site: Site) -> None:
     """The owner of a memory enters its scope: before, nobody may touch it."""
     member.owner = worker
@@ -162,23 +169,31 @@ class Memories(state.State):
     self,
     worker: Worker,
     buffer: memory.Buffer,
-    steps: Sequence[memory.Step],
+    steps: Sequence[views.Step],
     site: Site,
+    *,
+    counts: bool = True,
   ) -> Any:
-    """A value read by a worker's own instruction."""
+    """A value read by a worker's own instruction.
+
+    It is checked that somebody has written it, unless it counts only where a
+    select chooses it.
+    """
+    if counts and buffer.unwritten is not None:
+      self.check_written(worker, buffer, steps, site)
     if buffer.shadow is not None:
       number = worker.read_numbers.get(site)
       if number is None:
         number = self._number(worker, site, "read")
         worker.read_numbers[site] = number
       self._note(buffer, steps, number, worker.clock)
-    return memory.read(buffer.data, steps)
+    return views.read(buffer.data, steps)
 
   def store(
     self,
     worker: Worker,
     buffer: memory.Buffer,
-    steps: Sequence[memory.Step],
+    steps: Sequence[views.Step],
     value: Any,
     site: Site,
   ) -> None:
@@ -191,7 +206,9 @@ class Memories(state.State):
         number = self._number(worker, site, "write")
         worker.write_numbers[site] = number
       self._note(buffer, steps, number, worker.clock, value)
-    memory.write(buffer.data, steps, value)
+    if buffer.unwritten is not None:
+      unwritten.wrote(buffer, steps)
+    views.write(buffer.data, steps, value)
     self.changes += 1
 
   def fetch_and_add(
@@ -205,21 +222,55 @@ class Memories(state.State):
     """Adds to an element of another subcore's memory, all at once."""
     if buffer.is_input:
       self._report_input(buffer, worker, site)
+    part = (tuple(slice(i, i + 1) for i in key),)
+    if buffer.unwritten is not None:
+      self.check_written(worker, buffer, part, site)
     old = buffer.data[key]
     if buffer.shadow is not None:
       # It may meet other additions, and nothing else. Who comes later knows
       # what those before knew; that chance had it come later orders no more.
-      part = (tuple(slice(i, i + 1) for i in key),)
       number = self._number(worker, site, "add")
       self._note(buffer, part, number, worker.clock, value)
-      if buffer.family in self._atomic_clocks:
-        worker.acquire(self._atomic_clocks[buffer.family])
-      self._atomic_clocks[buffer.family] = worker.release()
+      if (buffer, key) in self._atomic_clocks:
+        worker.acquire(self._atomic_clocks[buffer, key])
+      self._atomic_clocks[buffer, key] = worker.release()
     buffer.data[key] = old + value
     self.polls += 1
     self.changes += bool(value)
     worker.polled_at = site
     return old
+
+  # --- memory that nobody wrote ----------------------------------------------
+
+  def check_written(
+    self,
+    who: Any,
+    buffer: memory.Buffer,
+    steps: Sequence[views.Step],
+    site: Site,
+  ) -> None:
+    """Notes a read of a part of which nobody has written any element."""
+    key = (site, buffer.family)
+    if key in self._unwritten_reads or not unwritten.is_unwritten(
+      buffer, steps
+    ):
+      return
+    self._unwritten_reads[key] = (
+      site,
+      f"{who}: {site} reads {buffer}, but nobody has written what it reads."
+      " Write it first: set a sum to 0 before its first term, or start the copy"
+      " that fills it, and wait for it.",
+    )
+
+  def report_unwritten(self) -> None:
+    """Reports the reads of what nobody wrote, but for those that race.
+
+    What such a read should have waited for is in the report of the race.
+    """
+    for site, text in self._unwritten_reads.values():
+      if site not in self._raced:
+        self.report("uninitialised", text)
+    self._unwritten_reads.clear()
 
   # --- races -----------------------------------------------------------------
 
@@ -231,7 +282,7 @@ class Memories(state.State):
   def _note(self, buffer, steps, number, clock, value=None) -> None:
     """Notes an access, a write if a value is given."""
     shadow = buffer.shadow
-    part, key = _part(shadow.state, steps, buffer.data)
+    part, key = views.part_of(shadow.state, steps, buffer.data)
     if key is None and part.size <= clocks.FEW:
       state = self.records.harmless.get((number, part.tobytes()))
       if state is not None:  # As before: nothing to compare.
@@ -243,8 +294,8 @@ class Memories(state.State):
     else:
 
       def changes() -> np.ndarray:
-        changed = memory.changed(buffer.data, steps, value)
-        part, key = _part(changed, steps, buffer.data)
+        changed = views.changed(buffer.data, steps, value)
+        part, key = views.part_of(changed, steps, buffer.data)
         return part if key is None else part[key]
 
       raced = shadow.write(view, number, clock, changes)
@@ -259,6 +310,7 @@ class Memories(state.State):
       self._report_race(buffer, before, now)
 
   def _report_race(self, buffer, before, now) -> None:
+    self._raced |= {before.site, now.site}
     key = (id(before.site), id(now.site), buffer.family.name)
     if before.kind == "enter":
       text = (
@@ -297,37 +349,3 @@ class Memories(state.State):
       " with input_output_aliases.",
       (id(site), buffer.family.name),
     )
-
-
-def _part(
-  array: np.ndarray, steps: Sequence[memory.Step], data: np.ndarray
-) -> tuple[np.ndarray, Any]:
-  """The elements that steps lead to of what is noted for each one of `data`.
-
-  Returns:
-    A view, and the index of the elements in it, None for all.
-  """
-  part = array
-  for i, step in enumerate(steps):
-    if isinstance(step, tuple):
-      outer, part = part, part[step]
-      if part.__class__ is not np.ndarray:  # One element: keep it a view.
-        part = outer[(*step, ...)]
-    elif isinstance(step, memory.Rows) and i == len(steps) - 1:
-      return part, memory.kept_key(step)
-    else:
-      return array.reshape(-1), (_flat_index(data, steps),)
-  return part, None
-
-
-def _flat_index(data: np.ndarray, steps: Sequence[memory.Step]) -> np.ndarray:
-  """Which elements of a memory steps lead to, counted in one row."""
-  flat = np.arange(data.size).reshape(*data.shape, 1)
-  for step in steps:
-    if isinstance(step, tuple):
-      flat = flat[step]
-    elif isinstance(step, memory.Rows):
-      flat = flat[memory.kept_key(step)]
-    else:
-      flat = step.forward_records(flat)
-  return np.unique(flat)

@@ -27,6 +27,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
       "early", when it starts; or "random".
     detect_races: whether to look for data races and for memory touched outside
       its scope.
+    detect_uninitialised: whether to look for reads of memory that nobody wrote.
     on_finding: "raise" raises `SimulationError` when the kernel ends; "record"
       only notes it in `session`. What ends a kernel raises all the same.
     session: where to note what was run, None for nowhere.
@@ -39,6 +40,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
   seed: int = 0
   dma: Literal["late", "early", "random"] = "late"
   detect_races: bool = True
+  detect_uninitialised: bool = True
   on_finding: Literal["raise", "record"] = "raise"
   session: Simulation | None = None
   max_turns: int | None = None

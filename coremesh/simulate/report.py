@@ -17,6 +17,7 @@ _WIDTH = 100
 _MAX_LINKS = 16
 _MAX_WORKERS = 16
 _MAX_WAITS = 8
+_MAX_OUTPUTS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Report:
     yield _runs_table(self.runs)
     yield from _moved_tables(self.runs)
     yield from _findings(self.runs)
+    yield from _unwritten(self.runs)
     timed = [run for run in self.runs if run.timeline is not None]
     if timed:
       yield Text()
@@ -136,6 +138,16 @@ def _findings(runs) -> Iterator[Any]:
   for finding in (*faults, *warnings):
     kind = "warning" if finding.is_warning else "error"
     yield Text(f"  {kind}: {finding}")
+
+
+def _unwritten(runs) -> Iterator[Any]:
+  outputs = [(run.kernel, o) for run in runs for o in run.unwritten_outputs]
+  if outputs:
+    yield Text("Outputs that hold what nobody has written, if they are read:")
+  for kernel, output in outputs[:_MAX_OUTPUTS]:
+    yield Text(f"  kernel {kernel!r}: {output}")
+  if len(outputs) > _MAX_OUTPUTS:
+    yield Text(f"  ... and {len(outputs) - _MAX_OUTPUTS} more")
 
 
 def _workers_table(runs) -> Table:
@@ -291,6 +303,7 @@ def _run_as_dict(run: Any) -> dict[str, Any]:
       for (src, a, dst, b), count in sorted(run.bytes_moved.items())
     ],
     "findings": [dataclasses.asdict(f) for f in run.findings],
+    "unwritten_outputs": list(run.unwritten_outputs),
     "timeline": None if run.timeline is None else _timed(run.timeline),
   }
 

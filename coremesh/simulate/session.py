@@ -27,6 +27,8 @@ class KernelRun:
     turns: how often a worker was given its turn.
     dma: when DMAs moved their bytes.
     timeline: when each worker did what, modelled; None if not asked for.
+    unwritten_outputs: outputs of which elements hold what nobody has written,
+      in words. That is no fault if nobody reads them.
   """
 
   kernel: str
@@ -39,6 +41,7 @@ class KernelRun:
   turns: int = 0
   dma: str = "late"
   timeline: kernel_timeline.KernelTimeline | None = None
+  unwritten_outputs: tuple[str, ...] = ()
 
 
 class Simulation:

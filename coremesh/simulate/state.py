@@ -25,6 +25,7 @@ class State:
     dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
       random.
     races: whether to look for data races.
+    uninitialised: whether to look for reads of memory that nobody wrote.
 
   Attributes:
     polls: how often workers have looked at something without waiting for it.
@@ -41,12 +42,14 @@ class State:
     seed: int,
     dma: Dma,
     races: bool,
+    uninitialised: bool = True,
     device_sizes: Sequence[int] = (),
   ):
     self.kernel = kernel
     self.num_devices = int(np.prod(device_sizes, dtype=np.int64))
     self.dma = dma
     self.races = races
+    self.uninitialised = uninitialised
     self.rng = random.Random(seed)
     self.threads = clocks.Threads()
     self.records = clocks.Records()
@@ -58,11 +61,13 @@ class State:
     self.banks: list[memory.Bank] = []
     self.families: dict[Any, memory.Family] = {}
     self._entries: Counter[Any] = Counter()
-    self._atomic_clocks: dict[memory.Family, clocks.Clock] = {}
+    self._atomic_clocks: dict[tuple[memory.Buffer, Any], clocks.Clock] = {}
     self.findings: list[findings.Finding] = []
     self.bytes_moved: Counter[tuple[Any, ...]] = Counter()
     self.meets: list[tuple[Worker, memory.Semaphore, clocks.Clock, Site]] = []
     self._seen: set[Any] = set()
+    self._raced: set[Site] = set()
+    self._unwritten_reads: dict[Any, tuple[Site, str]] = {}
     self._credit = 0
     self.turns = 0
     self.polls = 0

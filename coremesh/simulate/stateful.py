@@ -29,7 +29,9 @@ def _value(em: emitter.Emitter, var: Any) -> str:
   """An operand; of a ref its elements, which the operation changes in place."""
   atom = em.atom(var)
   if em.is_ref(atom):
-    return f"{kernel_ir.split_ref(atom)[0]}.values()"
+    ref = kernel_ir.split_ref(atom)[0]
+    em.line(f"{ref}.unwritten = None")
+    return f"{ref}.values()"
   return str(atom)
 
 

@@ -1,14 +1,11 @@
-"""A timeline as trace events, the JSON that Perfetto and Chrome read.
-
-Format: "Trace Event Format" of the Chromium project. Times are microseconds.
-"""
+"""A timeline as trace events, the JSON that Perfetto and Chrome read."""
 
 from collections.abc import Iterator
 import itertools
-import json
 import pathlib
 from typing import Any
 
+from coremesh import perfetto
 from coremesh.simulate import intervals, kernel_timeline
 
 _PS_PER_US = 1_000_000
@@ -16,8 +13,7 @@ _PS_PER_US = 1_000_000
 
 def save(runs: kernel_timeline.Runs, path: pathlib.Path) -> pathlib.Path:
   """Writes the trace of a timeline."""
-  path.write_text(json.dumps(as_dict(runs)))
-  return path
+  return perfetto.save(as_dict(runs), path)
 
 
 def as_dict(runs: kernel_timeline.Runs) -> dict[str, Any]:
@@ -27,14 +23,13 @@ def as_dict(runs: kernel_timeline.Runs) -> dict[str, Any]:
   ids = itertools.count(1)
   for start, run in runs:
     events += _Run(start, run, threads, ids).events()
-  return {
-    "traceEvents": events,
-    "displayTimeUnit": "ns",
-    "otherData": {
+  return perfetto.document(
+    events,
+    {
       "time": "modelled, not measured",
       "assumptions": list(kernel_timeline.assumptions(runs)),
     },
-  }
+  )
 
 
 def _threads(runs: kernel_timeline.Runs) -> dict[tuple[Any, ...], int]:
@@ -52,19 +47,11 @@ def _threads(runs: kernel_timeline.Runs) -> dict[tuple[Any, ...], int]:
 def _names(runs, threads) -> Iterator[dict[str, Any]]:
   lanes = {lane.place: lane for _, run in runs for lane in run.lanes}
   for device in sorted({lane.device for lane in lanes.values()}):
-    yield {
-      "ph": "M",
-      "name": "process_name",
-      "pid": device,
-      "args": {"name": f"device {device} (modelled time)"},
-    }
+    yield perfetto.process_name(device, f"device {device} (modelled time)")
   for place, lane in lanes.items():
     where = ", ".join(f"{axis} {i}" for axis, i in lane.coords)
-    common = {"ph": "M", "pid": lane.device, "tid": threads[place]}
     name = f"{lane.kind} {where}"
-    yield {**common, "name": "thread_name", "args": {"name": name}}
-    order = {"sort_index": threads[place]}
-    yield {**common, "name": "thread_sort_index", "args": order}
+    yield from perfetto.thread_names(lane.device, threads[place], name)
 
 
 class _Run:
@@ -101,14 +88,13 @@ class _Run:
       args["ended by"] = ": ".join(self._run.who_ended(interval))
       args["waiting_us"] = (interval.end_ps - interval.start_ps) / _PS_PER_US
     end = issue.end_ps if issue is not None else interval.end_ps
-    return {
-      "ph": "X",
-      "name": interval.what or "compute",
-      "cat": interval.kind,
-      **self._at(lane, interval.start_ps),
-      "dur": (end - interval.start_ps) / _PS_PER_US,
-      "args": args,
-    }
+    return perfetto.interval(
+      self._at(lane, interval.start_ps),
+      name=interval.what or "compute",
+      kind=interval.kind,
+      duration_us=(end - interval.start_ps) / _PS_PER_US,
+      args=args,
+    )
 
   def _flow(self, lane, interval, cause) -> Iterator[dict[str, Any]]:
     sender = self._run.lanes[cause.worker]
@@ -118,22 +104,17 @@ class _Run:
     yield {"ph": "f", "bp": "e", **common, **end}
 
   def _copy(self, lane, copy: intervals.Copy) -> Iterator[dict[str, Any]]:
-    common = {
-      "name": f"{copy.spaces[0]} to {copy.spaces[1]}",
-      "cat": "copy",
-      "id": next(self._ids),
-    }
     args = {"from": copy.src, "to": copy.dst, "bytes": copy.num_bytes}
     if copy.link is not None:
       args["link"] = f"device {copy.link[0]} to device {copy.link[1]}"
     args["what"] = copy.what
-    yield {
-      "ph": "b",
-      **common,
-      **self._at(lane, copy.start_ps),
-      "args": args,
-    }
-    yield {"ph": "e", **common, **self._at(lane, copy.end_ps)}
+    yield from perfetto.copy(
+      self._at(lane, copy.start_ps),
+      self._at(lane, copy.end_ps),
+      name=f"{copy.spaces[0]} to {copy.spaces[1]}",
+      number=next(self._ids),
+      args=args,
+    )
 
 
 def _with_issue(intervals) -> Iterator[tuple[Any, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coremesh.simulate import clocks, memory
+from coremesh.simulate import clocks, views
 from coremesh.simulate.worker import Site, Worker
 
 
@@ -20,14 +20,15 @@ class Transfer:
     src_sem, dst_sem: raised when the read (of a remote copy) and the write are
       done; None for none.
     data: what was read, None before.
+    unwritten: marks of what of it nobody has written, None for none.
     is_done: whether it has written.
   """
 
   starter: Worker
   src: Any
-  src_steps: Sequence[memory.Step]
+  src_steps: Sequence[views.Step]
   dst: Any
-  dst_steps: Sequence[memory.Step]
+  dst_steps: Sequence[views.Step]
   src_sem: Any
   dst_sem: Any
   add: bool
@@ -39,6 +40,7 @@ class Transfer:
     default_factory=lambda: np.zeros(0, np.int64)
   )
   data: Any = None
+  unwritten: Any = None
   is_done: bool = False
 
   def __str__(self) -> str:
@@ -54,26 +56,26 @@ def place(transfer: Transfer) -> None:
   """Writes what a DMA has read."""
   steps, data = list(transfer.dst_steps), transfer.data
   kept = next(
-    (s for s in transfer.src_steps if isinstance(s, memory.Rows)), None
+    (s for s in transfer.src_steps if isinstance(s, views.Rows)), None
   )
   if kept is not None and kept.kept is not None:
     # Rows that the source's indices ignore are left as they were.
-    old = memory.read(transfer.dst.data, steps)
+    old = views.read(transfer.dst.data, steps)
     shape = [1] * np.ndim(data)
     shape[kept.axis] = -1
     data = np.where(np.reshape(kept.kept, shape), data, old)
   if not transfer.add:
-    memory.write(transfer.dst.data, steps, data)
-  elif any(isinstance(s, memory.Rows) for s in steps):
+    views.write(transfer.dst.data, steps, data)
+  elif any(isinstance(s, views.Rows) for s in steps):
     _add_rows(transfer.dst.data, steps, data)
   else:
-    old = memory.read(transfer.dst.data, steps)
-    memory.write(transfer.dst.data, steps, (old + data).astype(old.dtype))
+    old = views.read(transfer.dst.data, steps)
+    views.write(transfer.dst.data, steps, (old + data).astype(old.dtype))
 
 
 def _add_rows(base: np.ndarray, steps: list[Any], data: Any) -> None:
   *outer, last = steps
   for step in outer:
     base = base[step] if isinstance(step, tuple) else step.forward(base)
-  key, data = memory.kept_rows(last, data)
+  key, data = views.kept_rows(last, data)
   np.add.at(base, key, data)  # An index may be there twice.
