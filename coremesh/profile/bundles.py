@@ -13,7 +13,8 @@ from coremesh import errors
 _HEADER = "= control target key start"
 _LABELS = ("LH", "LB", "LE", "PB", "PF", "CT")
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
-_NAMED = re.compile(r"\s*([A-Za-z_]\w*)=$")
+# A name of an operand; inside a comment it would end the comment.
+_NAMED = re.compile(r"/\*([A-Za-z_]\w*)=\*/")
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _LINE = re.compile(
   r"^[ ]*(?P<index>0x[0-9a-f]+|0)[ ]+(?P<label>[A-Z]{2})?[ ]*:"
@@ -175,7 +176,7 @@ def parse(text: str) -> Program:
   """
   if _HEADER not in text[:2000]:
     raise _unexpected(f"a line {_HEADER!r} at the start", repr(text[:60]))
-  plain = _COMMENT.sub(_comment, text)
+  plain = _COMMENT.sub(_comment, _NAMED.sub(r"\1=", text))
   bundles = []
   cache: dict[str, Register] = {}
   for match in _LINE.finditer(plain):
@@ -210,10 +211,7 @@ def _unexpected(expected: str, found: str) -> errors.UnsupportedError:
 
 def _comment(match: re.Match[str]) -> str:
   """A comment as a mark that the reader of a slot takes; "" if no use."""
-  text = match[1]
-  if named := _NAMED.match(text):
-    return f"{named[1]}="
-  text = text.strip()
+  text = match[1].strip()
   if text.startswith(("Start", "End")):
     return ""
   if source := _SOURCE.search(text):

@@ -13,8 +13,10 @@ from coremesh.compiler import aot
 from coremesh.compiler.compiled import Compiled, Operation
 from coremesh.profile import (
   activity,
+  around,
   bundles,
   dma,
+  estimates,
   hlo,
   log,
   loops,
@@ -23,22 +25,19 @@ from coremesh.profile import (
   units,
 )
 from coremesh.profile.details import Details
+from coremesh.profile.events import Trace
 from coremesh.profile.prediction import (
   CorePrediction,
-  Estimate,
   HotRange,
   OperationPrediction,
   Prediction,
 )
 
-_WHICH = ("fast", "central", "slow")
+_WHICH = estimates.MODELS
 _MOST_HOT = 10
+_ZEROS = "its operands that are single numbers are not known; assumed 0"
 # The program around all operations; it is not one of them.
 _AROUND = ("TLP", "<late-initialization>", "<late-finalization>")
-_FREE = frozenset(
-  ["parameter", "constant", "bitcast", "tuple", "get-tuple-element"]
-  + ["copy-done", "after-all", "optimization-barrier", "partition-id"]
-)
 
 
 def predict(
@@ -132,7 +131,9 @@ def of_compiled(
       left_out.append(f"{operation.name}: {error}")
       continue
     predicted.append(_repeated(found, counts, program))
-  copies, others = _around(program, compiled, predicted, device)
+  copies, others = around.of_program(
+    program, compiled, predicted, chip=device, counts=counts
+  )
   return Prediction(
     chip=compiled.chip,
     operations=(*copies, *predicted),
@@ -200,6 +201,32 @@ def _operation(
     )
   rate = rates.rates(chip)
   program = bundles.parse(operation.text("bundles"))
+  try:
+    traces, logs, found = _timed(program, chip, words)
+  except errors.UnsupportedError:
+    scalars = _unknown_scalars(program, words)
+    if operation.kernel is not None or not scalars:
+      raise
+    traces, logs, found = _timed(program, chip, {**words, **scalars})
+    traces = [
+      dataclasses.replace(t, assumed=(*t.assumed, _ZEROS)) for t in traces
+    ]
+  if details is not None:
+    details.programs[operation.name] = program
+    details.activities[operation.name] = activity.of_operation(
+      traces,
+      found["central"],
+      log=logs["central"],
+      busy=units.busy(program, rate),
+    )
+  return _prediction(operation, program, traces, found, chip)
+
+
+def _timed(
+  program: bundles.Program, chip: chips.Chip, words: Mapping[int, np.ndarray]
+) -> tuple[list[Trace], dict[str, log.Log], dict[str, Any]]:
+  """What each TensorCore issues, and when in each model of HBM."""
+  rate = rates.rates(chip)
   traces = [
     scalar.trace(
       program,
@@ -212,21 +239,26 @@ def _operation(
   ]
   logs = {w: log.Log() for w in _WHICH}
   found = {w: dma.timings(traces, rate.hbm(w), logs[w]) for w in _WHICH}
-  if details is not None:
-    details.programs[operation.name] = program
-    details.activities[operation.name] = activity.of_operation(
-      traces,
-      found["central"],
-      log=logs["central"],
-      busy=units.busy(program, rate),
-    )
-  return _prediction(operation, program, traces, found, chip)
+  return traces, logs, found
+
+
+def _unknown_scalars(
+  program: bundles.Program, words: Mapping[int, np.ndarray]
+) -> dict[int, np.ndarray]:
+  """Zeros for the operands that are single numbers nobody knows."""
+  return {
+    slot.operands[0]: np.zeros(1, np.uint32)
+    for slot in program.slots
+    if slot.opcode == "inlined_call_operand.<no memory space>"
+    and isinstance(slot.operands[0], int)
+    and slot.operands[0] not in words
+  }
 
 
 def _prediction(
   operation: Operation,
   program: bundles.Program,
-  traces: Sequence[scalar.Trace],
+  traces: Sequence[Trace],
   timings: Mapping[str, Sequence[dma.CoreTiming]],
   chip: chips.Chip,
 ) -> OperationPrediction:
@@ -234,7 +266,7 @@ def _prediction(
   central = timings["central"]
   read = sum(t.read_bytes for t in central)
   written = sum(t.written_bytes for t in central)
-  total = _bounded_by_bytes(
+  total = estimates.bounded_by_bytes(
     {w: max(t.cycles for t in timings[w]) for w in _WHICH}, read + written, rate
   )
   hbm = rate.hbm("central")
@@ -246,7 +278,7 @@ def _prediction(
   cores = []
   for i, trace in enumerate(traces):
     executions = trace.executions(len(program.bundles))
-    cycles = _range({w: timings[w][i].cycles for w in _WHICH})
+    cycles = estimates.of_models({w: timings[w][i].cycles for w in _WHICH})
     whole = max(1.0, cycles.central)
     shares = {u: n / whole for u, n in busy.of(executions).items()}
     shares["waiting"] = central[i].waiting_cycles / whole
@@ -268,41 +300,13 @@ def _prediction(
     name=operation.name,
     kernel=operation.kernel,
     cycles=total,
-    microseconds=_microseconds(total, rate),
+    microseconds=estimates.microseconds(total, rate),
     floor_microseconds=(read + written) / peak * 1e6,
     limit=_limit(shares),
     shares=shares,
     cores=tuple(cores),
     hottest=_hottest(program, traces[slowest], central[slowest], busy),
     assumed=tuple(dict.fromkeys(a for t in traces for a in t.assumed)),
-  )
-
-
-def _range(values: Mapping[str, float]) -> Estimate:
-  """Values of the three models; they may cross where cores race each other."""
-  central = values["central"]
-  return Estimate(
-    low=min(values.values()), central=central, high=max(values.values())
-  )
-
-
-def _bounded_by_bytes(
-  cycles: Mapping[str, float], num_bytes: int, rate: rates.Rates
-) -> Estimate:
-  """The cycles of an operation, no fewer than its bytes take."""
-  return _range(
-    {
-      w: max(c, num_bytes / rate.hbm(w).bytes_per_cycle)
-      for w, c in cycles.items()
-    }
-  )
-
-
-def _microseconds(cycles: Estimate, rate: rates.Rates) -> Estimate:
-  return Estimate(
-    low=cycles.low / rate.clock_hz.fast * 1e6,
-    central=cycles.central / rate.clock_hz.central * 1e6,
-    high=cycles.high / rate.clock_hz.slow * 1e6,
   )
 
 
@@ -322,7 +326,7 @@ def _limit(shares: Mapping[str, float]) -> str:
 
 def _hottest(
   program: bundles.Program,
-  trace: scalar.Trace,
+  trace: Trace,
   timing: dma.CoreTiming,
   busy: units.Busy,
 ) -> tuple[HotRange, ...]:
@@ -353,64 +357,3 @@ def _hottest(
       )
     )
   return tuple(sorted(found, key=lambda h: -h.cycles)[:_MOST_HOT])
-
-
-def _around(
-  program: dict[str, hlo.Instruction],
-  compiled: Compiled,
-  predicted: Sequence[OperationPrediction],
-  chip: chips.Chip,
-) -> tuple[list[OperationPrediction], list[str]]:
-  """Copies of XLA's into VMEM, and what else has no machine code of its own.
-
-  libtpu writes the code of equal copies once.
-  """
-  with_code = {o.name for o in compiled.operations}
-  of_name = {o.name: o for o in predicted}
-  copies, others = [], []
-  for instruction in program.values():
-    if not instruction.is_entry or instruction.name in with_code:
-      continue
-    if instruction.opcode == "copy-start":
-      copies.append(_copy(instruction, chip))
-    elif instruction.opcode == "copy" and (
-      other := hlo.twin(program, instruction.name, list(of_name))
-    ):
-      text = f"it has no code of its own; assumed to run that of {other}"
-      copies.append(
-        dataclasses.replace(
-          of_name[other], name=instruction.name, assumed=(text,)
-        )
-      )
-    elif instruction.opcode not in _FREE:
-      others.append(
-        f"{instruction.name}: {instruction.opcode} of XLA's, without machine"
-        " code of its own"
-      )
-  return copies, others
-
-
-def _copy(
-  instruction: hlo.Instruction, chip: chips.Chip
-) -> OperationPrediction:
-  """A copy between HBM and VMEM, taken to overlap with nothing."""
-  rate = rates.rates(chip)
-  num_bytes = hlo.first_bytes(instruction.shape)
-  cycles = _range(
-    {
-      w: num_bytes / rate.hbm(w).bytes_per_cycle + rate.hbm(w).latency_cycles
-      for w in _WHICH
-    }
-  )
-  return OperationPrediction(
-    name=instruction.name,
-    kernel=None,
-    cycles=cycles,
-    microseconds=_microseconds(cycles, rate),
-    floor_microseconds=num_bytes / chip.hbm_bytes_per_second_per_device * 1e6,
-    limit="DMA",
-    shares={},
-    cores=(),
-    hottest=(),
-    assumed=("XLA may let it overlap; assumed not to",),
-  )
