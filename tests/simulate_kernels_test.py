@@ -379,25 +379,24 @@ def _nested_expected(kind, depth, x):
 )
 def test_loops_and_branches_nest_as_deeply_as_jax_traces_them(kind, depth, x):
   smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-  call = pl.pallas_call(
-    _nested(kind, depth),
-    _out(2, dtype=np.int32),
-    in_specs=[smem],
-    out_specs=smem,
-  )
   with cm.simulation(timeline=True) as run:
-    o = call(np.array([x], np.int32))
+    o = pl.pallas_call(
+      _nested(kind, depth),
+      _out(2, dtype=np.int32),
+      in_specs=[smem],
+      out_specs=smem,
+    )(np.array([x], np.int32))
   np.testing.assert_array_equal(o, _nested_expected(kind, depth, x))
   assert not run.findings
 
 
 def test_a_worker_waits_inside_a_deep_nest():
-  def body(x_hbm, o_hbm, line, sem):
+  def body(x_hbm, o_hbm, line):
     other = 1 - lax.axis_index("core")
+    sem = pltpu.get_barrier_semaphore()
 
     def inside(level):
       if level == 24:
-        # Each core sends the other what it has, and adds what it gets.
         pl.semaphore_signal(sem, 1, device_id={"core": other})
         pl.semaphore_wait(sem, 1)
         line[...] += 1
@@ -408,12 +407,12 @@ def test_a_worker_waits_inside_a_deep_nest():
     inside(0)
     pltpu.sync_copy(line, o_hbm.at[lax.axis_index("core")])
 
-  x = _floats(2, *_SLAB)
+  x = _ints(2, *_SLAB)
   o = _run(
     body,
     x,
-    out=_out(2, *_SLAB),
-    scratch_types=[pltpu.VMEM(_SLAB, np.float32), pltpu.SemaphoreType.REGULAR],
+    out=_out(2, *_SLAB, dtype=np.int32),
+    scratch_types=[pltpu.VMEM(_SLAB, np.int32)],
     compiler_params=_ID,
   )
   np.testing.assert_array_equal(o, x + 3)
