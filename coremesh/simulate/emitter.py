@@ -22,6 +22,7 @@ from coremesh.simulate import (
   machine,
   memory,
   scalars,
+  selects,
   synchronisation,
 )
 from coremesh.simulate.source import Name, Source
@@ -47,6 +48,7 @@ class Declaration:
   is_semaphore: bool = False
   mesh: Any = None
   num_buffers: int = 1
+  is_block: bool = False
   signallers: list[str] = dataclasses.field(default_factory=list)
 
   @property
@@ -170,6 +172,8 @@ class Emitter(Source):
     self._literals: dict[Any, Name] = {}
     self.numbers: dict[str, Any] = {}
     self.unused: set[Any] = set()
+    self.counted: set[Any] = set()
+    self.moves_blocks = False
     self._live: dict[int, tuple[Any, list[Any]]] = {}
     self._line = "the kernel's start"
 

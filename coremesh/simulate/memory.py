@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from coremesh import tiles
-from coremesh.simulate import clocks, packing
+from coremesh.simulate import clocks
 
 
 def poison(dtype: np.dtype) -> Any:
