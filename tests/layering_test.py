@@ -15,7 +15,16 @@ _ROWS = (
     *("partition", "scope", "mesh", "barriers", "remote", "exchanges"),
     *("pipelines", "shapes", "place", "launch", "kernels"),
   ),
-  ("simulate", "compiler", "profile", "tune"),  # host: never the device row.
+  # host: never the device row.
+  (
+    "perfetto",
+    "simulate",
+    "compiler",
+    "profile",
+    "explanation",
+    "guard",
+    "tune",
+  ),
 )
 # What chooses where a kernel runs chooses how it is simulated.
 _EXCEPTIONS = {"place": {"simulate"}}
