@@ -209,8 +209,10 @@ class Execution:
   def unwritten_outputs(self) -> Iterator[str]:
     """Outputs of which elements hold what nobody has written, in words."""
     for family in self._out_families():
+      if family.dtype is None or family.space != "hbm":
+        continue
       for buffer in family.members.values():
-        if family.space == "hbm" and buffer.unwritten is not None:
+        if buffer.unwritten is not None:
           marks = buffer.unwritten.marks
           first = np.unravel_index(int(marks.argmax()), marks.shape)
           yield (
