@@ -236,6 +236,22 @@ def varying_as(type_: Any, array: jax.Array) -> jax.Array:
   return jax.lax.pcast(array, varying, to="varying") if is_checked else array
 
 
+def varying_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  """The arrays, each varying over the device axes that any varies over.
+
+  So that the derivative with respect to one that is the same on all devices is
+  summed over them, whatever kernel made it.
+  """
+  joint = joint_manual_axis_type([jax.typeof(a) for a in arrays]).varying
+  if not joint or not _config._check_vma.value:
+    return list(arrays)
+  missing = [joint - _core.typeof(a).manual_axis_type.varying for a in arrays]
+  return [
+    jax.lax.pcast(a, tuple(m), to="varying") if m else a
+    for a, m in zip(arrays, missing, strict=True)
+  ]
+
+
 def walk(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
   """Every equation of `jaxpr`, those of its inner programs included."""
   for eqn in jaxpr.eqns:
