@@ -7,6 +7,7 @@ To run:
   python -m examples.sc_add_one --chip=v6e:2x2 --compile
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ from examples import common
 _BLOCK = (8, 128)
 
 
-def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
+def build(chip: cm.Chip, mesh: jax.sharding.Mesh, route: cm.Route = "kernel"):
   """x + 1 for an int32 array whose rows are shared over devices."""
   lanes = chip.sparse_core_lanes
+  subcores = chip.vector_subcores("core", "subcore")
 
   def add_one_block(x_vmem, o_vmem):
     @pl.loop(0, _BLOCK[0])
@@ -32,7 +34,7 @@ def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
         register = (row, pl.ds(column, lanes))
         o_vmem[register] = x_vmem[register] + 1
 
-  @cm.kernel(mesh=chip.vector_subcores("core", "subcore"), out=cm.like(0))
+  @cm.kernel(mesh=subcores, out=cm.like(0), route=route)
   def sc_add_one(x_hbm, o_hbm):
     spec = cm.block(_BLOCK, lambda i, j: (i, j))
     cm.pipeline(
@@ -54,7 +56,8 @@ def case(chip: cm.Chip, config: Any):
   """The maker of the function, and its arguments, for `coremesh mutate`."""
   shape = (config.rows_per_device * chip.num_devices, config.columns)
   rng = np.random.default_rng(config.seed)
-  return build, (rng.integers(0, 64, shape, np.int32),)
+  make = functools.partial(build, route=config.route)
+  return make, (rng.integers(0, 64, shape, np.int32),)
 
 
 def main(config: Any) -> None:

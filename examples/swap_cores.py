@@ -51,7 +51,8 @@ def expected(x: np.ndarray) -> np.ndarray:
 def case(chip: cm.Chip, config: Any):
   """The maker of the function, and its arguments, for `coremesh mutate`."""
   shape = (config.rows_per_device * chip.num_devices, config.columns)
-  return build, (common.random_floats(shape, config.seed),)
+  make = functools.partial(build, route=config.route)
+  return make, (common.random_floats(shape, config.seed),)
 
 
 def main(config: Any) -> None:

@@ -13,7 +13,8 @@ _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.
     *("partition", "scope", "mesh", "barriers", "remote", "exchanges"),
-    *("pipelines", "shapes", "place", "launch", "kernels"),
+    *("pipelines", "shapes", "place", "collective", "arguments"),
+    *("launch", "kernels"),
   ),
   # host: never the device row.
   (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import cache, chips, mutate, plan, simulate
+from coremesh.cli import cache, chips, guard, mutate, plan, simulate
 
 _COMMANDS = {
   "chips": chips,
@@ -13,6 +13,7 @@ _COMMANDS = {
   "simulate": simulate,
   "mutate": mutate,
   "cache": cache,
+  "guard": guard,
 }
 
 

@@ -176,8 +176,8 @@ def _config(module: Any, target: str, changes: Sequence[str]) -> Any:
 def _set(config: Any, change: str) -> None:
   name, _, value = change.partition("=")
   try:
-    config[name]  # A field that is not there would be made.
-    config[name] = ast.literal_eval(value)
+    is_text = isinstance(config[name], str)  # A new field would be made.
+    config[name] = value if is_text else ast.literal_eval(value)
   except (KeyError, SyntaxError, TypeError, ValueError) as error:
     raise errors.UnsupportedError(
       f"--config {change!r} must be FIELD=VALUE, a field of {sorted(config)}"

@@ -1,0 +1,1 @@
+"""Goldens: what kernels were compiled to and predicted to take, to compare."""
