@@ -1,29 +1,22 @@
 """From a body and a mesh of cores to a JAX function: `cm.kernel`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, Literal
-import zlib
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
-from coremesh import _compat, errors, scope, shapes
-from coremesh import mesh as mesh_axes
+from coremesh import _compat, arguments, collective, errors, scope, shapes
 from coremesh import place as places
 
 type Route = Literal["kernel", "core_map"]
 
 _LINKS = "coremesh_links"
-_MAX_COLLECTIVE_ID = 2**31 - 1
 _SIDE_EFFECTING = pltpu.SideEffectType.SIDE_EFFECTING
-# Automatic ids stay clear of the small ones people pick by hand.
-_FIRST_AUTOMATIC_ID = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +58,7 @@ class Kernel:
         "route='core_map' launches one body on one mesh; use"
         " route='kernel' for several."
       )
-    _check_collective_id(self.explicit_collective_id)
+    collective.check(self.explicit_collective_id)
     if type(self.num_links) is not int or self.num_links < 0:
       raise errors.CollectiveError(
         f"num_links must be an int of at least 0; got {self.num_links!r}."
@@ -107,10 +100,13 @@ class Kernel:
       AxisError, ChipError, CollectiveError, ShapeError, UnsupportedError: see
         the helpers.
     """
-    avals = [jax.tree.map(jax.typeof, arg) for arg in _checked(self.name, args)]
+    avals = [
+      jax.tree.map(jax.typeof, arg)
+      for arg in arguments.checked(self.name, args)
+    ]
     place = places.find(self.interpret)
     places.check(self.name, self.meshes, place)
-    _check_axis_names(self.name, self.cores)
+    arguments.check_axis_names(self.name, self.cores)
     with place.tracing_context():
       out = shapes.resolve_out(self.out, avals)
       if shapes.all_empty(out) and not self._has_other_effects(avals):
@@ -118,7 +114,10 @@ class Kernel:
       call, scopes = self._pallas_call(avals, out)
       revise = functools.partial(self._revise, place=place, scopes=scopes)
       args = jax.tree.map(shapes.without_empty_axes, args)
-      with _explained(self), _compat.revising_launches(revise):
+      with (
+        arguments.explained(self.name, self.cores),
+        _compat.revising_launches(revise),
+      ):
         results = call(*args)
     return jax.tree.map(shapes.with_empty_axes, results, out)
 
@@ -249,7 +248,7 @@ class Kernel:
   def _chosen_collective_id(self, patterns) -> int:
     if self.explicit_collective_id is not None:
       return self.explicit_collective_id
-    return automatic_collective_id(self.meshes, patterns)
+    return collective.automatic_id(self.meshes, patterns)
 
 
 def kernel(
@@ -357,100 +356,6 @@ def kernel(
   )
   del options["mesh"]
   return Kernel(bodies=bodies, meshes=meshes, **options)
-
-
-def automatic_collective_id(
-  meshes: Sequence[Any], patterns: Sequence[scope.Pattern | str | None]
-) -> int:
-  """The collective id of a kernel, from what makes sharing one safe.
-
-  Two kernels with one id may meet on one semaphore when a fast device is
-  already in the second. That is safe if both give the same signals, so the id
-  is a checksum of them: the cores, the device axes and the barrier's pattern.
-  The order in which kernels are traced, which may differ between processes,
-  plays no part.
-  """
-  cores = [(type(m).__name__, tuple(m.shape.items())) for m in meshes]
-  sizes = _compat.bound_axis_sizes()
-  devices = [(n, sizes[n]) for n in sorted(mesh_axes.device_axes())]
-  text = repr((cores, devices, patterns))
-  return _FIRST_AUTOMATIC_ID + zlib.crc32(text.encode()) % _FIRST_AUTOMATIC_ID
-
-
-@contextlib.contextmanager
-def _explained(kernel: Kernel) -> Iterator[None]:
-  """Says what to do where JAX only says what it lacks."""
-  try:
-    yield
-  except NameError as error:
-    if "unbound axis name" not in str(error):
-      raise
-    raise errors.AxisError(
-      f"Kernel {kernel.name!r} uses an axis that is not in scope: {error}. In"
-      f" scope: device axes {sorted(mesh_axes.device_axes())}, core axes"
-      f" {list(kernel.cores)}. A kernel that addresses other devices must be"
-      " called inside jax.shard_map over a mesh with that axis."
-    ) from error
-  except ValueError as error:
-    if "Unsupported TPU device kind" in str(error):
-      raise errors.UnsupportedError(
-        f"Kernel {kernel.name!r} asks JAX which chip it is for, and a mesh of"
-        " plain CPU devices does not say. Make the mesh with"
-        " chip.device_mesh(...)."
-      ) from error
-    if "not support Refs with varying manual axis types" in str(error):
-      raise errors.UnsupportedError(
-        f"Kernel {kernel.name!r} is passed a ref that varies over devices,"
-        " which JAX does not allow under check_vma=True. Pass an array, or"
-        " jax.shard_map(..., check_vma=False)."
-      ) from error
-    raise
-
-
-def _checked(name: str, args: Sequence[Any]) -> Sequence[Any]:
-  """The arguments, each of a type that a kernel can take."""
-  try:
-    for leaf in jax.tree.leaves(args):
-      shapes.check_dtype("", jax.typeof(leaf))
-  except (TypeError, errors.DTypeError):
-    _explain_argument(name, args)
-    raise
-  return args
-
-
-def _explain_argument(name: str, args: Sequence[Any]) -> None:
-  """Raises for the first argument no kernel can take, naming it."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-    where = f"Argument {jax.tree_util.keystr(path)} of kernel {name!r}"
-    try:
-      aval = jax.typeof(leaf)
-    except TypeError as error:
-      raise errors.DTypeError(
-        f"{where} must be an array; got {type(leaf).__name__}. Pass what is"
-        " no array to the body by functools.partial."
-      ) from error
-    shapes.check_dtype(where, aval)
-
-
-def _check_axis_names(name: str, cores: Mapping[str, int]) -> None:
-  clash = set(cores) & set(_compat.bound_axis_sizes())
-  if clash:
-    raise errors.AxisError(
-      f"Core axes of kernel {name!r} must not be named like device axes;"
-      f" both have {sorted(clash)}. Rename one:"
-      " chip.tensor_cores('core')."
-    )
-
-
-def _check_collective_id(value: Any) -> None:
-  if value is None:
-    return
-  is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-  if not is_int or not 0 <= value <= _MAX_COLLECTIVE_ID:
-    raise errors.CollectiveError(
-      f"collective_id must be an int in [0, {_MAX_COLLECTIVE_ID}]; got"
-      f" {value!r}. Leave it out to get one made from the barrier."
-    )
 
 
 def _varying_like(leaf: Any, *, avals: Any) -> Any:
