@@ -1352,8 +1352,9 @@ def test_a_dma_happens_as_late_or_as_early_as_asked():
   assert "[race]" in _failure(fn)  # whatever the values
   with cm.simulation(races=False, dma="early"):
     assert not _is_caught(fn)
-  with cm.simulation(races=False, dma="late"):
+  with cm.simulation(races=False, dma="late", on_finding="record") as run:
     assert _is_caught(fn)
+  assert {f.kind for f in run.findings} == {"uninitialised"}
   eager = pltpu.InterpretParams(dma_execution_mode="eager")
   with pltpu.force_tpu_interpret_mode(eager):
     assert not _is_caught(fn)
@@ -1365,7 +1366,7 @@ def test_a_dma_happens_as_late_or_as_early_as_asked():
 
 def test_a_dma_is_late_unless_asked():
   memory = [pltpu.VMEM(_PART, _F32), pltpu.SemaphoreType.DMA]
-  ours = cm.SimulatorParams(detect_races=False)
+  ours = cm.SimulatorParams(detect_races=False, on_finding="record")
   kernel = _copying(_reads_too_early, scratch=memory, interpret=ours)
   assert _is_caught(_simulated(kernel))
 
