@@ -29,6 +29,13 @@ from .exchanges import ring_shift as ring_shift
 from .exchanges import start_ring_shift as start_ring_shift
 from .exchanges import start_swap as start_swap
 from .exchanges import swap as swap
+from .explanation.compare import Comparison as Comparison
+from .explanation.compare import Difference as Difference
+from .explanation.explain import explain as explain
+from .explanation.explanation import Explanation as Explanation
+from .explanation.hot_lines import HotBundle as HotBundle
+from .explanation.hot_lines import HotLine as HotLine
+from .explanation.roofline import Roofline as Roofline
 from .launch import Kernel as Kernel
 from .launch import Route as Route
 from .launch import kernel as kernel

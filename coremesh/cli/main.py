@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import cache, chips, guard, mutate, plan, simulate
+from coremesh.cli import cache, chips, explain, guard, mutate, plan, simulate
 
 _COMMANDS = {
   "chips": chips,
   "plan": plan,
   "simulate": simulate,
   "mutate": mutate,
+  "explain": explain,
   "cache": cache,
   "guard": guard,
 }

@@ -77,7 +77,9 @@ def loaded(
   return build(chip, chip.device_mesh("device", on="simulator")), args
 
 
-def maker(target: str, config: Sequence[str] = ()) -> Maker:
+def maker(
+  target: str, config: Sequence[str] = (), args: Sequence[Any] = ()
+) -> Maker:
   """What makes the program that a target names, for chips not there.
 
   Args:
@@ -86,6 +88,7 @@ def maker(target: str, config: Sequence[str] = ()) -> Maker:
       arguments, or a `spec.KernelSpec`, followed by :CASE if it has several.
       A FILE.py alone means its `case`.
     config: changes to the settings of an example, "FIELD=VALUE".
+    args: what to give the function NAME, which then may take any number.
 
   Returns:
     A function of a chip. It returns what `cm.compile` takes, a function and a
@@ -99,10 +102,13 @@ def maker(target: str, config: Sequence[str] = ()) -> Maker:
   if name or is_file:
     module = _file(place) if is_file else _module(place, target)
     name, _, case_name = name.partition(":")
-    found = _attribute(module, name or "case")
+    found = _attribute(module, name or "case", _COMPILED_FORMS)
   else:
     module = _module(f"examples.{target}", target)
     case_name, found = "", _attribute(module, "case")
+  if args:
+    _num_arguments(found, target)
+    return lambda chip: (found, tuple(args))
   if isinstance(found, spec.KernelSpec):
     program = _case_of_spec(found, case_name, target)
     return lambda chip: program
@@ -212,9 +218,9 @@ def _file(path: str) -> Any:
   return module
 
 
-def _attribute(module: Any, name: str) -> Any:
+def _attribute(module: Any, name: str, forms: str = _FORMS) -> Any:
   if not hasattr(module, name):
     raise errors.UnsupportedError(
-      f"TARGET: module {module.__name__!r} has no function {name!r}. {_FORMS}"
+      f"TARGET: module {module.__name__!r} has no function {name!r}. {forms}"
     )
   return getattr(module, name)

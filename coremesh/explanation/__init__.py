@@ -1,0 +1,1 @@
+"""What libtpu made of a function, on one page: see `cm.explain`."""

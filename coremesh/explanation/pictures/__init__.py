@@ -1,0 +1,1 @@
+"""Explanations as pictures. Only these modules need matplotlib."""

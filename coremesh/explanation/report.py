@@ -1,0 +1,41 @@
+"""An explanation as a page of HTML that needs no other file and no network."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from coremesh.explanation import page, words
+from coremesh.profile.prediction import Estimate
+
+_ENVIRONMENT = jinja2.Environment(
+  loader=jinja2.PackageLoader("coremesh.explanation", "."),
+  autoescape=True,
+  undefined=jinja2.StrictUndefined,
+  trim_blocks=True,
+  lstrip_blocks=True,
+)
+
+
+def html(data: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+  """The page.
+
+  Args:
+    data: what `record.of` returns.
+    pictures: PNGs by the names of their files, which start with what they show.
+  """
+  template = _ENVIRONMENT.get_template("report.html.jinja")
+  return template.render(
+    data=data,
+    pictures={
+      name: base64.b64encode(png).decode() for name, png in pictures.items()
+    },
+    short=words.short,
+    num_bytes=words.num_bytes,
+    estimate=lambda found: words.estimate(Estimate(**found)),
+    where=page.where,
+    span=page.span,
+    counted=words.counted,
+    buffer_name=words.buffer_name,
+  )
