@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
+from coremesh.compiler import allocations
 from tests import support
 
 _F32 = jnp.float32
@@ -102,7 +103,7 @@ def test_what_is_spilled_is_said():
   [found] = cm.compile(kernel, *args, chip="v6e").ledgers
   spilled = found.used_vmem_bytes - found.predicted("VMEM")
   assert found.spilled_bytes == spilled > 0
-  assert f"{spilled:,} of it for vectors without a register" in str(found)
+  assert f"{spilled:,} of VMEM for vectors without a register" in str(found)
 
 
 def test_it_is_the_same_before_compilation():
@@ -183,7 +184,7 @@ def test_every_byte_that_an_example_uses_is_explained(name, chip):
   assert found.used_vmem_bytes == found.expected_vmem_bytes > 0, str(found)
   if name == "indexed_add_one":
     assert found.staged_bytes == 128 * 4
-    assert "512 of it to bring scalars to SMEM" in str(found)
+    assert "512 of VMEM to bring scalars to SMEM" in str(found)
 
 
 def test_tables_semaphores_and_scopes_are_counted():
@@ -222,7 +223,8 @@ def test_a_subcore_is_held_against_its_own_memory():
   )
   [found] = cm.ledgers(kernel, _type(8, 128), chip=chip)
   [compiled] = cm.compile(kernel, _type(8, 128), chip=chip).ledgers
-  assert compiled == found and found.used_vmem_bytes is None
+  assert compiled.entries == found.entries and found.used_vmem_bytes is None
+  assert compiled.used_vmem_bytes == 8 * 128 * 4
   assert found.is_sparse and found.kernel == "on_subcores"
   assert found.limit("VMEM") == chip.vmem_bytes_per_vector_subcore
   assert found.limit("SMEM") is None
@@ -241,3 +243,110 @@ def test_kernels_of_one_name_are_not_filled_in():
   )
   found = cm.compile(lambda x: kernel(kernel(x)), x, chip="v6e").ledgers
   assert [one.used_vmem_bytes for one in found] == [None, None]
+
+
+_MIB = 2**20
+
+
+def _held(num_bytes):
+  """A kernel that must hold scratch: which of its rows are read, data say."""
+
+  def body(x_ref, o_ref, scratch):
+    first, last = (x_ref[0, n].astype(jnp.int32) * 8 for n in (0, 1))
+    scratch[pl.ds(pl.multiple_of(first, 8), 8)] = x_ref[...]
+    o_ref[...] = scratch[pl.ds(pl.multiple_of(last, 8), 8)]
+
+  scratch = pltpu.VMEM((num_bytes // 512, 128), _F32)
+  return pl.pallas_call(body, out_shape=_type(8, 128), scratch_shapes=[scratch])
+
+
+@every_chip
+def test_what_a_kernel_may_take_by_default_is_what_libtpu_allows(chip):
+  [found] = cm.ledgers(_held(_MIB), _type(8, 128), chip=chip)
+  limit = found.limit("VMEM")
+  cm.compile(_held(limit - _MIB // 8), _type(8, 128), chip=chip)
+  with pytest.raises(cm.CompileError, match="must fit its scoped limit"):
+    cm.compile(_held(limit + _MIB // 8), _type(8, 128), chip=chip)
+
+
+def test_where_the_limit_bites_it_says_how_to_raise_it():
+  [small] = cm.ledgers(_held(_MIB), _type(8, 128), chip="v5p")
+  [large] = cm.ledgers(_held(15 * _MIB), _type(8, 128), chip="v5p")
+  flag = "xla_tpu_scoped_vmem_limit_kib"
+  assert flag not in str(small)
+  assert f"of {16 * _MIB:,} a kernel may take; the core has" in str(large)
+  assert "vmem_limit_bytes=...) or the flag xla_tpu_scoped" in str(large)
+  flags = {flag: 20 * 1024}
+  compiled = cm.compile(_held(_MIB), _type(8, 128), chip="v5p", flags=flags)
+  assert compiled.ledgers[0].limit("VMEM") == 20 * _MIB
+
+
+@every_chip
+def test_scratch_that_is_held_in_registers_is_said(chip):
+  def body(x_ref, o_ref, kept, passing, count):
+    kept[...] = jnp.zeros_like(kept)
+    count[0] = 1
+
+    @pl.loop(0, 32)
+    def _(i):
+      kept[...] += x_ref[pl.ds(i * 8, 8), :128]
+
+    passing[...] = kept[...] * 2
+    o_ref[...] = passing[...] + count[0].astype(_F32)
+
+  x = _type(4096, 2048)
+  kernel = pl.pallas_call(
+    body,
+    out_shape=_type(128, 128),
+    grid=(16,),
+    in_specs=[pl.BlockSpec((256, 2048), lambda i: (i, 0))],
+    out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+    scratch_shapes=[
+      pltpu.VMEM((8, 128), _F32),
+      pltpu.VMEM((8, 128), _F32),
+      pltpu.SMEM((4,), jnp.int32),
+    ],
+  )
+  [found] = cm.compile(kernel, x, chip=chip).ledgers
+  names = [e.name for e in found.entries if e.argument in found.in_registers]
+  assert names == ["passing"]
+  assert found.predicted("VMEM") - found.used_vmem_bytes == 8 * 128 * 4
+  assert found.expected_vmem_bytes == found.used_vmem_bytes
+  assert "libtpu holds in registers: passing" in str(found)
+
+
+@every_chip
+@pytest.mark.parametrize(
+  "name", ["add_one", "indexed_add_one", "ring_shift", "sc_add_one"]
+)
+def test_what_is_allocated_of_each_memory_is_what_was_predicted(name, chip):
+  """Of SMEM and semaphores, and of a subcore's memory, Mosaic says it."""
+  slice_ = cm.chip(chip)
+  build, args = importlib.import_module(f"examples.{name}").case(
+    slice_, importlib.import_module(f"configs.{name}").get_config()
+  )
+  mesh = slice_.device_mesh("device", on="compiler")
+  [found] = cm.compile(build(slice_, mesh), *args).ledgers
+  for memory in ("SMEM", "semaphores"):
+    assert found.used(memory) == found.predicted(memory), str(found)
+  assert found.used("semaphores") > 0
+  if found.is_sparse:
+    assert found.used_vmem_bytes == found.expected_vmem_bytes > 0
+
+
+def test_a_program_of_another_form_says_nothing_of_what_it_uses():
+  assert allocations.of_llo("") is None
+  assert allocations.of_llo("func.func @f(%x: i32) {") is None
+
+
+def test_the_barrier_of_a_kernel_is_in_its_ledger():
+  chip = cm.chip("v5p")
+
+  @cm.kernel(mesh=chip.tensor_cores(), out=cm.like(0), collective_id=7)
+  def meet(x_hbm, o_hbm):
+    cm.core_barrier("core")
+    rows = cm.slab(x_hbm)
+    cm.copy(x_hbm.at[rows], o_hbm.at[rows])
+
+  [found] = cm.ledgers(meet, _type(16, 256), chip=chip)
+  assert "barrier    of collective_id 7" in str(found)

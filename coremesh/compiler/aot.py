@@ -26,12 +26,14 @@ from coremesh.compiler import (
   operands,
   sites,
   usage,
+  used,
   workers,
 )
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
 _RESULT_VERSION = "3"
+_SCOPED_VMEM = r"--xla_tpu_scoped_vmem_limit_kib=(\d+)"
 _CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
@@ -110,12 +112,15 @@ def compile(  # pylint: disable=redefined-builtin
     answer = _ask(request, words, timeout_seconds, jaxpr)
     disk.put(key, answer)
   texts = [dumps.Texts(**fields) for fields in answer["operations"]]
-  predicted = ledger.of_program(jaxpr, target.chip) if target.chip else ()
+  predicted = ()
+  if target.chip is not None:
+    limit = _scoped_vmem_bytes(words)
+    predicted = ledger.of_program(jaxpr, target.chip, vmem_limit_bytes=limit)
   return Compiled(
     chip=target.name,
     num_devices=lowered.num_devices,
     kernels=kernels,
-    ledgers=ledger.with_used(predicted, texts, answer["texts"]["hlo"]),
+    ledgers=used.with_used(predicted, texts, answer["texts"]["hlo"]),
     operations=tuple(Operation(**fields) for fields in answer["operations"]),
     texts={"stablehlo": program} | answer["texts"],
     memory=answer["memory"],
@@ -274,6 +279,12 @@ def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     words.append(f"--{name}={text}")
   return tuple(words)
+
+
+def _scoped_vmem_bytes(words: tuple[str, ...]) -> int | None:
+  """What the flags let a kernel take of VMEM that asks for no more."""
+  found = re.findall(_SCOPED_VMEM, " ".join(words))
+  return int(found[-1]) * 1024 if found else None
 
 
 def _key(

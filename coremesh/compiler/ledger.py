@@ -1,10 +1,8 @@
 """What a kernel holds on each core, buffer by buffer, against the limits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
-import json
 import math
-import re
 from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
@@ -12,20 +10,16 @@ import jax.extend.core as jex_core
 
 from coremesh import _compat, chips
 from coremesh._compat import aot
-from coremesh.compiler import dumps, usage
+from coremesh.compiler import usage
 
 _MEMORIES = ("VMEM", "SMEM", "semaphores")
-_USED = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OPERAND_IN_VMEM = re.compile(
-  r"inlined_call_operand\.vmem \[shape: \w+\[[\d,]*\], index: (\d+)"
+# What libtpu 0.0.50.1 lets a kernel take of a TensorCore's VMEM; the rest is
+# for what XLA keeps there around it.
+_SCOPED_VMEM_MIB = {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 32, "tpu7x": 32}
+_RAISED_BY = (
+  "raised by pltpu.CompilerParams(vmem_limit_bytes=...) or the flag"
+  " xla_tpu_scoped_vmem_limit_kib"
 )
-_STAGED = re.compile(
-  r"inlined_call_operand\.<no memory space> \[shape: \w+\[([\d,]*)\], index:"
-)
-_SPILLED = re.compile(r"vmem:\[#allocation(\d+)_spill")
-_REGISTER_BYTES = 8 * 128 * 4
-_VMEM_COLOR = "1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +59,22 @@ class Ledger:
     chip: the slice, as `cm.chip` names it.
     is_sparse: whether it runs on SparseCores.
     entries: its buffers, in the order of its arguments.
-    vmem_limit_bytes: what it asked for with `vmem_limit_bytes`, or None:
-      libtpu's own limit, `--xla_tpu_scoped_vmem_limit_kib`, holds.
+    vmem_limit_bytes: what it asked for with `vmem_limit_bytes`, or the flag
+      `xla_tpu_scoped_vmem_limit_kib`; None if the compiler's own limit holds.
     collective_id: of the barrier semaphore, or None.
-    used_vmem_bytes: what libtpu used of the VMEM; None if it did not say, as
-      of SparseCores.
+    used_vmem_bytes: what libtpu used of the VMEM, or on a SparseCore what
+      Mosaic allocates of a subcore's; None before compilation.
+    used_smem_bytes: what Mosaic allocates of the SMEM; as above. What libtpu
+      adds, as scalars without a register, it does not say.
+    used_semaphores: what Mosaic allocates; as above. Those with which libtpu
+      copies the blocks of a grid come later and are its own.
     kept_by_xla: the arguments that XLA keeps in VMEM around the kernel, by
       their number. Their blocks are used where they are, so that libtpu needs
       no copies of them; this is known after compilation only.
     spilled_bytes: VMEM for vectors that found no register; as above.
     staged_bytes: VMEM through which scalar operands go to SMEM; as above.
+    in_registers: the arguments, by their number, that are scratch which no
+      instruction touches, as libtpu holds what is stored there in registers.
   """
 
   kernel: str
@@ -84,9 +84,12 @@ class Ledger:
   vmem_limit_bytes: int | None
   collective_id: int | None
   used_vmem_bytes: int | None = None
+  used_smem_bytes: int | None = None
+  used_semaphores: int | None = None
   kept_by_xla: tuple[int, ...] = ()
   spilled_bytes: int = 0
   staged_bytes: int = 0
+  in_registers: tuple[int, ...] = ()
 
   def predicted(self, memory: str) -> int:
     """Bytes of a memory, or semaphores, that a core holds at once."""
@@ -96,9 +99,8 @@ class Ledger:
   def expected_vmem_bytes(self) -> int:
     """Predicted VMEM, corrected by what compilation tells.
 
-    Without what is not used and what XLA keeps there anyway, and with what is
-    spilled or staged. Scratch that libtpu holds in registers instead is not
-    found out.
+    Without what is not used, what XLA keeps there anyway and scratch that is in
+    registers instead, and with what is spilled or staged.
     """
     return (
       self.spilled_bytes
@@ -106,30 +108,50 @@ class Ledger:
       + sum(
         e.amount_per_core
         for e in self.entries
-        if e.memory == "VMEM"
-        and e.is_used
-        and not (e.is_block and e.argument in self.kept_by_xla)
+        if e.memory == "VMEM" and not self._is_left_out(e)
       )
     )
 
-  def _kept(self) -> list[str]:
-    return [
-      e.name
-      for e in self.entries
-      if e.is_block and e.argument in self.kept_by_xla
-    ]
+  def _is_left_out(self, entry: Entry) -> bool:
+    return (
+      not entry.is_used
+      or (entry.is_block and entry.argument in self.kept_by_xla)
+      or (not entry.is_block and entry.argument in self.in_registers)
+    )
 
-  def _unused(self) -> list[str]:
+  def _left_out(self) -> Mapping[str, list[str]]:
+    """The buffers of the VMEM that libtpu does without, by the reason."""
     vmem = [e for e in self.entries if e.memory == "VMEM"]
-    return [e.name for e in vmem if not e.is_used]
+    left_out = [e for e in vmem if self._is_left_out(e)]
+    found: dict[str, list[str]] = {}
+    for entry in left_out:
+      if not entry.is_used:
+        why = "nothing uses, so that libtpu leaves out"
+      elif entry.is_block:
+        why = "XLA keeps in VMEM, so that libtpu needs no blocks"
+      else:
+        why = "libtpu holds in registers"
+      found.setdefault(why, []).append(entry.name)
+    return found
+
+  def used(self, memory: str) -> int | None:
+    """What the compiler used of a memory, or None; see the attributes."""
+    return {
+      "VMEM": self.used_vmem_bytes,
+      "SMEM": self.used_smem_bytes,
+      "semaphores": self.used_semaphores,
+    }[memory]
 
   def limit(self, memory: str) -> int | None:
-    """What a core has of a memory; None where JAX does not say."""
+    """What a kernel may take of a memory of a core; None if nobody says.
+
+    Of a TensorCore's VMEM that is a share which the kernel can ask to be more.
+    """
     chip = chips.chip(self.chip)
     if memory == "VMEM":
       if self.is_sparse:
         return chip.vmem_bytes_per_vector_subcore
-      return self.vmem_limit_bytes or chip.vmem_bytes_per_tensor_core
+      return self.vmem_limit_bytes or scoped_vmem_bytes(chip)
     if memory == "SMEM" and not self.is_sparse:
       return chip.smem_bytes_per_tensor_core
     return None
@@ -143,91 +165,64 @@ class Ledger:
       lines.append(
         f"  {e.memory:10} {e.name:20} {what:28} {e.amount_per_core:>12,}"
       )
-    for memory in _MEMORIES:
-      limit = self.limit(memory)
-      of = f" of {limit:,}" if limit is not None else ""
-      lines.append(f"  {memory:10} {self.predicted(memory):,}{of}")
+    lines += [self._sum(memory) for memory in _MEMORIES]
+    if self.collective_id is not None:
+      lines.append(f"  barrier    of collective_id {self.collective_id}")
+    if self.spilled_bytes:
+      lines.append(
+        f"  {self.spilled_bytes:,} of VMEM for vectors without a register"
+      )
+    if self.staged_bytes:
+      lines.append(f"  {self.staged_bytes:,} of VMEM to bring scalars to SMEM")
     if self.used_vmem_bytes is not None:
-      lines.append(f"  libtpu used {self.used_vmem_bytes:,} of VMEM")
-      if self.spilled_bytes:
-        lines.append(
-          f"  {self.spilled_bytes:,} of it for vectors without a register"
-        )
-      if self.staged_bytes:
-        lines.append(f"  {self.staged_bytes:,} of it to bring scalars to SMEM")
-      for why, names in (
-        ("XLA keeps in VMEM, so that libtpu needs no blocks", self._kept()),
-        ("nothing uses, so that libtpu leaves out", self._unused()),
-      ):
-        if names:
-          lines.append(f"  {why}: {', '.join(names)}")
+      for why, names in self._left_out().items():
+        lines.append(f"  {why}: {', '.join(names)}")
     return "\n".join(lines)
 
+  def _sum(self, memory: str) -> str:
+    """A line: what is predicted, used and allowed of a memory."""
+    predicted, used = self.predicted(memory), self.used(memory)
+    limit = self.limit(memory)
+    text = f"  {memory:10} {predicted:,} predicted"
+    if used is not None:
+      text += f", {used:,} used"
+    if limit is not None:
+      text += f", of {limit:,}"
+    is_tight = memory == "VMEM" and limit and 2 * predicted > limit
+    if is_tight and not self.is_sparse:
+      has = chips.chip(self.chip).vmem_bytes_per_tensor_core
+      text += f" a kernel may take; the core has {has:,}, {_RAISED_BY}"
+    return text
 
-def of_program(jaxpr: jex_core.Jaxpr, chip: chips.Chip) -> tuple[Ledger, ...]:
-  """The kernels of a traced program, in order, before they are compiled."""
+
+def scoped_vmem_bytes(chip: chips.Chip) -> int:
+  """What libtpu lets a kernel take of a TensorCore's VMEM by itself."""
+  return _SCOPED_VMEM_MIB[chip.generation] * 2**20
+
+
+def of_program(
+  jaxpr: jex_core.Jaxpr,
+  chip: chips.Chip,
+  *,
+  vmem_limit_bytes: int | None = None,
+) -> tuple[Ledger, ...]:
+  """The kernels of a traced program, in order, before they are compiled.
+
+  Args:
+    jaxpr: the program.
+    chip: what for.
+    vmem_limit_bytes: that of kernels which ask for none, if a flag says so.
+  """
   return tuple(
-    _of_kernel(eqn, chip)
+    _of_kernel(eqn, chip, vmem_limit_bytes)
     for eqn in _compat.walk(jaxpr)
     if eqn.primitive.name in aot.KERNEL_PRIMITIVES
   )
 
 
-def with_used(
-  ledgers: Sequence[Ledger], operations: Sequence[dumps.Texts], hlo: str
-) -> tuple[Ledger, ...]:
-  """The same, with what libtpu says it used.
-
-  Args:
-    ledgers: of a program.
-    operations: of the program, compiled.
-    hlo: its HLO.
-
-  Returns:
-    The ledgers. Of several kernels with one name none is filled in: which is
-    which is not certain.
-  """
-  used = _used_by_instruction(hlo)
-  filled = []
-  for one in ledgers:
-    named = [o for o in operations if o.kernel == one.kernel]
-    alike = [other for other in ledgers if other.kernel == one.kernel]
-    certain = len(named) == len(alike) == 1 and not one.is_sparse
-    if certain and named[0].name in used:
-      bundles = named[0].texts.get("bundles", "")
-      kept = _OPERAND_IN_VMEM.findall(bundles)
-      spilled = set(_SPILLED.findall(bundles))
-      one = dataclasses.replace(
-        one,
-        used_vmem_bytes=used[named[0].name],
-        kept_by_xla=tuple(sorted({int(n) for n in kept})),
-        spilled_bytes=len(spilled) * _REGISTER_BYTES,
-        staged_bytes=sum(map(_staged_bytes, _STAGED.findall(bundles))),
-      )
-    filled.append(one)
-  return tuple(filled)
-
-
-def _staged_bytes(shape: str) -> int:
-  """Words of a scalar operand, padded to a row of 128."""
-  words = math.prod(int(n) for n in shape.split(",") if n)
-  return -(-words // 128) * 128 * 4
-
-
-def _used_by_instruction(hlo: str) -> dict[str, int]:
-  used = {}
-  for line in dumps.statements(hlo):
-    instruction, found = _INSTRUCTION.match(line), _USED.search(line)
-    if instruction and found:
-      used[instruction[1]] = sum(
-        int(c["size"])
-        for c in json.loads(found[1])
-        if c["memory_space"] == _VMEM_COLOR
-      )
-  return used
-
-
-def _of_kernel(eqn: jex_core.JaxprEqn, chip: chips.Chip) -> Ledger:
+def _of_kernel(
+  eqn: jex_core.JaxprEqn, chip: chips.Chip, vmem_limit_bytes: int | None
+) -> Ledger:
   params = eqn.params.get("compiler_params")
   meshes = eqn.params.get("meshes") or ()
   return Ledger(
@@ -235,7 +230,8 @@ def _of_kernel(eqn: jex_core.JaxprEqn, chip: chips.Chip) -> Ledger:
     chip=chip.name,
     is_sparse=any(not isinstance(m, pltpu.TensorCoreMesh) for m in meshes),
     entries=tuple(_entries(eqn)),
-    vmem_limit_bytes=getattr(params, "vmem_limit_bytes", None),
+    vmem_limit_bytes=getattr(params, "vmem_limit_bytes", None)
+    or vmem_limit_bytes,
     collective_id=getattr(params, "collective_id", None),
   )
 

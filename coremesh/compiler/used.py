@@ -1,0 +1,118 @@
+"""Ledgers of a compiled program: what the compiler says its kernels use."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import re
+
+from coremesh.compiler import allocations, dumps
+from coremesh.compiler.ledger import Entry, Ledger
+
+_USED = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPERAND_IN_VMEM = re.compile(
+  r"inlined_call_operand\.vmem \[shape: \w+\[[\d,]*\], index: (\d+)"
+)
+_STAGED = re.compile(
+  r"inlined_call_operand\.<no memory space> \[shape: \w+\[([\d,]*)\], index:"
+)
+_SPILLED = re.compile(r"vmem:\[#allocation(\d+)_spill")
+_TOUCHED = re.compile(r"#allocation(\d+)\b")
+_REGISTER_BYTES = 8 * 128 * 4
+_VMEM_COLOR = "1"
+# libtpu's number of the first scratch argument; before come three of its own.
+_FIRST_SCRATCH = 3
+
+
+def with_used(
+  ledgers: Sequence[Ledger], operations: Sequence[dumps.Texts], hlo: str
+) -> tuple[Ledger, ...]:
+  """The ledgers, with what libtpu says it used.
+
+  Args:
+    ledgers: of a program.
+    operations: of the program, compiled.
+    hlo: its HLO.
+
+  Returns:
+    The ledgers. Of several kernels with one name none is filled in: which is
+    which is not certain.
+  """
+  used = _used_by_instruction(hlo)
+  filled = []
+  for one in ledgers:
+    named = [o for o in operations if o.kernel == one.kernel]
+    alike = [other for other in ledgers if other.kernel == one.kernel]
+    if len(named) == len(alike) == 1:
+      one = _filled(one, named[0], used.get(named[0].name))
+    filled.append(one)
+  return tuple(filled)
+
+
+def _filled(
+  one: Ledger, operation: dumps.Texts, used_vmem_bytes: int | None
+) -> Ledger:
+  made = allocations.of_llo(operation.texts.get("llo", ""))
+  if made is not None:
+    one = dataclasses.replace(
+      one,
+      used_vmem_bytes=made.vmem_bytes if one.is_sparse else None,
+      used_smem_bytes=made.smem_bytes,
+      used_semaphores=made.semaphores,
+    )
+  if one.is_sparse or used_vmem_bytes is None:
+    return one
+  bundles = operation.texts.get("bundles", "")
+  kept = _OPERAND_IN_VMEM.findall(bundles)
+  spilled = set(_SPILLED.findall(bundles))
+  one = dataclasses.replace(
+    one,
+    used_vmem_bytes=used_vmem_bytes,
+    kept_by_xla=tuple(sorted({int(n) for n in kept})),
+    spilled_bytes=len(spilled) * _REGISTER_BYTES,
+    staged_bytes=sum(map(_staged_bytes, _STAGED.findall(bundles))),
+  )
+  num_scratch = made.num_scratch if made else 0
+  untouched = _untouched(one, bundles, num_scratch)
+  # The sum must be what is missing, or the numbers mean something else.
+  missing = one.expected_vmem_bytes - used_vmem_bytes
+  if untouched and missing == sum(e.amount_per_core for e in untouched):
+    numbers = tuple(e.argument for e in untouched)
+    one = dataclasses.replace(one, in_registers=numbers)
+  return one
+
+
+def _untouched(one: Ledger, bundles: str, num_scratch: int) -> list[Entry]:
+  """Scratch in VMEM that no instruction names, though the body uses it."""
+  touched = {int(n) for n in _TOUCHED.findall(bundles)}
+  last = max((e.argument for e in one.entries), default=-1)
+  first = last + 1 - num_scratch
+  return [
+    e
+    for e in one.entries
+    if e.memory == "VMEM"
+    and e.is_used
+    and e.argument >= max(first, 0)
+    and not e.is_block
+    and e.argument - first + _FIRST_SCRATCH not in touched
+  ]
+
+
+def _staged_bytes(shape: str) -> int:
+  """Words of a scalar operand, padded to a row of 128."""
+  words = math.prod(int(n) for n in shape.split(",") if n)
+  return -(-words // 128) * 128 * 4
+
+
+def _used_by_instruction(hlo: str) -> dict[str, int]:
+  used = {}
+  for line in dumps.statements(hlo):
+    instruction, found = _INSTRUCTION.match(line), _USED.search(line)
+    if instruction and found:
+      used[instruction[1]] = sum(
+        int(c["size"])
+        for c in json.loads(found[1])
+        if c["memory_space"] == _VMEM_COLOR
+      )
+  return used
