@@ -213,6 +213,20 @@ def test_what_decides_when_things_happen_must_be_known(line, expected):
     _trace("%s1_s0 = smov 1", line)
 
 
+def test_an_instruction_that_is_not_known_is_named_and_assumed():
+  trace = _trace("%s1_s0 = smov 1", "%2 = snew.u32 %s1_s0", "%3 = sfence")
+  assert trace.cycles == 3
+  [found] = trace.assumed
+  assert "the instruction snew.u32 at bundle 0x1 is not known" in found
+
+
+def test_a_note_of_the_compiler_is_read_beside_the_line_of_the_program():
+  note = '/* megacore core id :: loc("a.py":3:1 to :2) :: core id */'
+  line = f"%s1_s0 = sld [smem:[#allocation0]] {note}"
+  assert _seen(line, read="%s1_s0", core=1) == 1
+  assert _program(line).bundles[0].slots[0].source == "a.py:3"
+
+
 def test_a_check_that_fails_is_an_error():
   with pytest.raises(UnsupportedError, match="BoundsCheck 3.*halt the core"):
     _trace("%1 = shalt.err /* BoundsCheck 3 */")

@@ -4,6 +4,7 @@ To record the machine code in tests/dumps again, as after a change of libtpu:
   python -m tests.profiling
 """
 
+from collections.abc import Callable
 import functools
 import pathlib
 
@@ -11,6 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import coremesh as cm
 from coremesh.compiler.compiled import Operation
@@ -113,6 +115,70 @@ def count(_: int = 0):
   return call, (shape(1, dtype=jnp.int32), shape(8, 128))
 
 
+def swap(columns: int, chip_name: str = "v5p:2x2x1"):
+  """Two cores of a device exchange halves of x, float32 [8, columns]."""
+  chip = cm.chip(chip_name)
+
+  @cm.kernel(
+    mesh=chip.tensor_cores("core"),
+    out=cm.like(0),
+    scratch=dict(mine=cm.vmem_slab(0, axis=1), theirs=cm.vmem_slab(0, axis=1)),
+  )
+  def swap(x_hbm, o_hbm, *, mine, theirs):
+    half = cm.slab(x_hbm, axis=1)
+    cm.copy(x_hbm.at[:, half], mine)
+    cm.core_barrier("core")
+    cm.put(mine, theirs, to={"core": cm.next_core("core")}).wait()
+    cm.copy(theirs, o_hbm.at[:, half])
+
+  return swap, (shape(8, columns),)
+
+
+def ring(
+  rows: int,
+  chip_name: str,
+  *,
+  steps: int = 3,
+  extra: Callable[[jax.Array], jax.Array] | None = None,
+):
+  """Blocks of [rows, 128] float32 move round the ring of all devices.
+
+  Args:
+    rows: of the block of each core.
+    chip_name: the slice.
+    steps: how many places.
+    extra: whether a device, by its number, waits for another copy first.
+  """
+  chip = cm.chip(chip_name)
+
+  @cm.kernel(
+    mesh=chip.tensor_cores("core"),
+    out=cm.like(0),
+    scratch=dict(here=cm.vmem_slab(0), arriving=cm.vmem_slab(0)),
+  )
+  def ring(x_hbm, o_hbm, *, here, arriving):
+    block = cm.slab(x_hbm)
+    cm.copy(x_hbm.at[block], here)
+    if extra is not None:
+
+      @pl.when(extra(jax.lax.axis_index("device")))
+      def _():
+        cm.copy(x_hbm.at[block], here)
+
+    @pl.loop(0, steps)
+    def _(_):
+      cm.ring_shift(here, arriving, axis="device")
+      here[...] = arriving[...]
+
+    cm.copy(here, o_hbm.at[block])
+
+  mesh = chip.device_mesh("device", on="compiler")
+  spec = P("device")
+  fn = jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec)
+  total = rows * chip.num_devices * chip.tensor_cores_per_device
+  return fn, (shape(total, 128),)
+
+
 def kernel(compiled: cm.Compiled) -> Operation:
   """The only kernel of a program."""
   [found] = [o for o in compiled.operations if o.kernel is not None]
@@ -125,6 +191,8 @@ RECORDED = {
   "v5p-gather": (gather, 16, "v5p:2x2x1"),
   "v6e-gather": (gather, 16, "v6e:2x2"),
   "tpu7x-count": (count, 0, "tpu7x:2x2x1"),
+  "v5p-swap": (swap, 256, "v5p:2x2x1"),
+  "v6e-ring": (functools.partial(ring, chip_name="v6e:2x2"), 8, "v6e:2x2"),
 }
 
 

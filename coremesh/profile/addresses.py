@@ -58,21 +58,26 @@ class Identity:
 
   Attributes:
     device_words: allocations that hold the number of its device.
-    zero_words: allocations that hold the number of its replica, which is 0.
+    zero_words: allocations that hold the number of its replica, or of the only
+      chip, which is 0.
     table: what the hardware calls each device of the program, in their order;
       () if the program does not say.
+    barrier: the semaphore that is the kernel's by its collective_id; None if
+      that is not certain.
   """
 
   device_words: frozenset[str]
   zero_words: frozenset[str]
   table: tuple[int, ...]
+  barrier: str | None
 
 
 def identity(program: Program, num_devices: int) -> Identity:
   """Reads from the machine code how it finds out where it runs.
 
   The number of a device is a word that nothing in the program stores, plus
-  the number of the replica times the devices of each.
+  the number of the replica times the devices of each. A program of one device
+  adds half the number of its core to that of its chip.
   """
   made = {s.result.value: s for s in program.slots if s.result is not None}
   stored = {_name(s.operands[0]) for s in program.slots if s.opcode == "sst"}
@@ -82,6 +87,8 @@ def identity(program: Program, num_devices: int) -> Identity:
       continue
     for one, other in (slot.operands, slot.operands[::-1]):
       device = _loaded(made, one)
+      if num_devices == 1 and _is_half_of_core(made, other):
+        replicas.update({device} - stored - {None})
       replica = _loaded(made, _unscaled(made, other, num_devices))
       if device and replica and not {device, replica} & stored:
         devices.add(device)
@@ -90,7 +97,20 @@ def identity(program: Program, num_devices: int) -> Identity:
     device_words=frozenset(devices),
     zero_words=frozenset(replicas - devices),
     table=_table(program, made, num_devices),
+    barrier=_barrier(program),
   )
+
+
+def _barrier(program: Program) -> str | None:
+  """The only semaphore that is waited for and not checked at the end."""
+  waited, checked = set(), set()
+  for slot in program.slots:
+    if slot.opcode.startswith("vwait"):
+      waited.add(_name(slot.operands[0]))
+    elif slot.opcode == "vsyncmov":
+      checked.add(_name(slot.operands[0]))
+  found = waited - checked - {None}
+  return found.pop() if len(found) == 1 else None
 
 
 def _made_by(made: Mapping[int, Slot], operand: Operand | None) -> Slot | None:
@@ -109,6 +129,14 @@ def _name(operand: Operand) -> str | None:
 def _loaded(made: Mapping[int, Slot], operand: Operand | None) -> str | None:
   slot = _made_by(made, operand)
   return _name(slot.operands[0]) if slot and slot.opcode == "sld" else None
+
+
+def _is_half_of_core(made: Mapping[int, Slot], operand: Operand) -> bool:
+  half = _made_by(made, operand)
+  if half is None or half.opcode != "sshrl.u32" or half.operands[1] != 1:
+    return False
+  core = _made_by(made, half.operands[0])
+  return core is not None and any("core id" in note for note in core.notes)
 
 
 def _unscaled(
@@ -155,7 +183,8 @@ class Slice:
   """The devices of a program, where each is and how far apart they are.
 
   Attributes:
-    chip: the slice.
+    chip: the slice; of another number of devices than the program, only the
+      generation is known, and each way is taken to be one link.
     table: what the hardware calls each device of the program.
   """
 
@@ -167,6 +196,11 @@ class Slice:
       raise errors.UnsupportedError(
         f"The devices of a program must differ; got {self.table}."
       )
+
+  @property
+  def is_known(self) -> bool:
+    """Whether it is known where the devices are."""
+    return self.chip.num_devices == len(self.table)
 
   def receiver(self, target: Target, sender: int) -> Target:
     """A receiver by the numbers of the program.
@@ -187,12 +221,15 @@ class Slice:
         f" one of {list(self.table)[:16]}; got {device}."
       )
     number = list(self.table).index(device)
-    return target._replace(
-      device=number, core=core, hops=self.hops(sender, number)
-    )
+    hops = self.hops(sender, number)
+    way = "link" if hops else "core" if number == sender else "die"
+    return target._replace(device=number, core=core, way=way, hops=hops)
 
   def hops(self, one: int, other: int) -> int:
-    """Links on the way from a device of the program to another."""
+    """Links on the way from one device of the program to another."""
+    count = self.chip.devices_per_chip
+    if not self.is_known:
+      return int(self.table[one] // count != self.table[other] // count)
     here, there = self._place(one), self._place(other)
     ring, total = _RING[self.chip.generation], 0
     for a, b, size in zip(here, there, self.chip.topology, strict=True):

@@ -214,10 +214,13 @@ def _comment(match: re.Match[str]) -> str:
   text = match[1].strip()
   if text.startswith(("Start", "End")):
     return ""
+  marks = []
   if source := _SOURCE.search(text):
-    return f' @"loc {source[1]}:{source[2]}"'
+    marks.append(f' @"loc {source[1]}:{source[2]}"')
+    # A note of the compiler's may stand in the same comment.
+    text = " :: ".join(p for p in text.split(" :: ") if "loc(" not in p)
   text = text.split("\n")[0].replace('"', "'").replace(";;", ",")
-  return f' @"{text[:120]}"' if text else ""
+  return "".join([*marks, f' @"{text[:120]}"' if text else ""])
 
 
 def _slot(text: str, cache: dict[str, Register]) -> Slot:

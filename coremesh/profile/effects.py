@@ -20,6 +20,9 @@ from coremesh.profile.values import Unknown, Word
 _WORDS_PER_GRANULE = GRANULE_BYTES // 4
 # What a copy that signals nobody but its receiver names as its other semaphore.
 _NO_FLAG = 131072
+NUMBERED = (
+  "devices are assumed to have the numbers that the hardware gives them"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +30,16 @@ class Place:
   """Where a program runs.
 
   Attributes:
-    core: its number, of its group if there are groups.
+    core: its number in the device.
     device: its number in the program.
-    group: which of the SparseCores.
+    group: which SparseCore it is part of.
+    member: its number in the group.
   """
 
   core: int
   device: int = 0
   group: int = 0
+  member: int = 0
 
 
 class Effects:
@@ -54,7 +59,8 @@ class Effects:
     operands: Mapping[int, np.ndarray],
     hbm_unit_bytes: int,
   ):
-    self.core, self.device, self.group = place.core, place.device, place.group
+    self.core, self.device = place.core, place.device
+    self.group, self.member = place.group, place.member
     self.smem: dict[Any, Word] = {}
     self.events: list[Event | Repeat] = []
     self.assumed: dict[str, None] = {}
@@ -62,6 +68,10 @@ class Effects:
     self._bundles = code.program.bundles
     self._delay_slots = code.delay_slots
     self._data = operands
+    # A program of many devices copies a table of them, in whole granules.
+    size = -(-code.num_devices // _WORDS_PER_GRANULE) * _WORDS_PER_GRANULE
+    has_own = code.identity.table or code.num_devices == 1
+    self._table = None if has_own else np.arange(size)
     self._places = layout.places(code.program, hbm_unit_bytes)
 
   def line(self, bundle: int) -> str:
@@ -265,14 +275,19 @@ class Effects:
     if isinstance(end, Unknown):
       self.assume(f"a copy to SMEM goes where {end.cause} says; left out")
       return
-    words, cause = self._words(source, start)
+    words, cause = self._words(source, start, count)
     for i in range(count):
       is_given = words is not None and i < len(words)
       self.smem[end + i] = int(words[i]) if is_given else Unknown(cause)  # pyright: ignore
 
-  def _words(self, source: str, start: Word) -> tuple[np.ndarray | None, str]:
+  def _words(
+    self, source: str, start: Word, count: int
+  ) -> tuple[np.ndarray | None, str]:
     """What is stored from an address on, and why it is not known."""
     if isinstance(start, Unknown):
+      if self._table is not None and count == len(self._table):
+        self.assume(NUMBERED)
+        return self._table, ""
       return None, f"SMEM copied from where {start.cause} says"
     for index, place in self._places.items():
       offset = place.offset_words(source, start)

@@ -21,6 +21,8 @@ type EventKind = Literal[
   "meet",
 ]
 
+type Way = Literal["core", "die", "link"]
+
 
 class Target(NamedTuple):
   """Whom a copy or signal is for.
@@ -29,7 +31,9 @@ class Target(NamedTuple):
     device: its number in the program.
     core: of that device.
     flag: the semaphore there that counts it.
-    hops: links of ICI on the way; 0 inside a chip.
+    way: whether it is a core of the same device, on the same chip ("die"), or
+      over links of ICI.
+    hops: links of ICI on the way.
     source: the memory a copy comes from, "hbm" or "vmem"; "" for a signal.
     place: the memory it goes to.
   """
@@ -37,6 +41,7 @@ class Target(NamedTuple):
   device: int
   core: int
   flag: int
+  way: Way = "core"
   hops: int = 0
   source: str = ""
   place: str = ""

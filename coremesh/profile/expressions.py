@@ -27,7 +27,7 @@ _WORDS = {
   "pneg": "{} ^ True",
 }
 # What says where a SparseCore program runs.
-_PLACES = {"srdreg.scid": "group", "stileid.u32": "core"}
+_PLACES = {"srdreg.scid": "group", "stileid.u32": "member"}
 _COMPARISONS = dict(eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=")
 FUNCTIONS = {
   f.__name__: f

@@ -1,6 +1,6 @@
 """Addresses for what machine code names: operands, allocations, pointers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import math
 import re
@@ -62,6 +62,11 @@ def bases(program: Program) -> dict[str, int]:
       step = len(found) - spills
       found[name] = _ALLOCATIONS_START + step * _ALLOCATION_STEP
   return found
+
+
+def semaphores(program: Program, found: Mapping[str, int]) -> frozenset[int]:
+  """The numbers of the semaphores among the `bases` of a program."""
+  return frozenset(found[name] for name in _semaphores(program))
 
 
 def _semaphores(program: Program) -> set[str]:

@@ -14,28 +14,15 @@ from coremesh.compiler.compiled import Compiled, Operation
 from coremesh.profile import (
   activity,
   around,
-  bundles,
-  dma,
-  estimates,
   hlo,
-  log,
   loops,
-  rates,
-  scalar,
+  summary,
+  tensor_cores,
   units,
 )
 from coremesh.profile.details import Details
-from coremesh.profile.events import Trace
-from coremesh.profile.prediction import (
-  CorePrediction,
-  HotRange,
-  OperationPrediction,
-  Prediction,
-)
+from coremesh.profile.prediction import OperationPrediction, Prediction
 
-_WHICH = estimates.MODELS
-_MOST_HOT = 10
-_ZEROS = "its operands that are single numbers are not known; assumed 0"
 # The program around all operations; it is not one of them.
 _AROUND = ("TLP", "<late-initialization>", "<late-finalization>")
 
@@ -120,7 +107,7 @@ def of_compiled(
     if details is not None:
       details.starts(operation.name)
     try:
-      found = _operation(operation, device, words, details)
+      found = _operation(compiled, operation, words, details)
     except errors.UnsupportedError as error:
       if operation.kernel is not None and details is not None:
         details.refused[operation.name] = str(error)
@@ -189,171 +176,22 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _operation(
+  compiled: Compiled,
   operation: Operation,
-  chip: chips.Chip,
   words: Mapping[int, np.ndarray],
   details: Details | None,
 ) -> OperationPrediction:
-  if "bundles" not in operation.texts:
-    what = "SparseCore" if "sparsecore" in operation.texts else "no TensorCore"
-    raise errors.UnsupportedError(
-      f"It runs on a {what}; cm.predict models TensorCores."
-    )
-  rate = rates.rates(chip)
-  program = bundles.parse(operation.text("bundles"))
-  try:
-    traces, logs, found = _timed(program, chip, words)
-  except errors.UnsupportedError:
-    scalars = _unknown_scalars(program, words)
-    if operation.kernel is not None or not scalars:
-      raise
-    traces, logs, found = _timed(program, chip, {**words, **scalars})
-    traces = [
-      dataclasses.replace(t, assumed=(*t.assumed, _ZEROS)) for t in traces
-    ]
+  chip, count = chip_of(compiled), compiled.num_devices
+  if "bundles" in operation.texts:
+    found = tensor_cores.timed(operation, chip, words, num_devices=count)
+  else:
+    raise errors.UnsupportedError("It has no machine code that is read here.")
   if details is not None:
-    details.programs[operation.name] = program
+    details.programs[operation.name] = found.program
     details.activities[operation.name] = activity.of_operation(
-      traces,
-      found["central"],
-      log=logs["central"],
-      busy=units.busy(program, rate),
+      found.traces,
+      found.timings["central"],
+      log=found.log,
+      busy=units.busy(found.program, found.rates),
     )
-  return _prediction(operation, program, traces, found, chip)
-
-
-def _timed(
-  program: bundles.Program, chip: chips.Chip, words: Mapping[int, np.ndarray]
-) -> tuple[list[Trace], dict[str, log.Log], dict[str, Any]]:
-  """What each TensorCore issues, and when in each model of HBM."""
-  rate = rates.rates(chip)
-  traces = [
-    scalar.trace(
-      program,
-      core=core,
-      delay_slots=rate.delay_slots,
-      operands=words,
-      hbm_unit_bytes=rate.hbm_unit_bytes,
-    )
-    for core in range(chip.tensor_cores_per_device)
-  ]
-  logs = {w: log.Log() for w in _WHICH}
-  found = {w: dma.timings(traces, rate.hbm(w), logs[w]) for w in _WHICH}
-  return traces, logs, found
-
-
-def _unknown_scalars(
-  program: bundles.Program, words: Mapping[int, np.ndarray]
-) -> dict[int, np.ndarray]:
-  """Zeros for the operands that are single numbers nobody knows."""
-  return {
-    slot.operands[0]: np.zeros(1, np.uint32)
-    for slot in program.slots
-    if slot.opcode == "inlined_call_operand.<no memory space>"
-    and isinstance(slot.operands[0], int)
-    and slot.operands[0] not in words
-  }
-
-
-def _prediction(
-  operation: Operation,
-  program: bundles.Program,
-  traces: Sequence[Trace],
-  timings: Mapping[str, Sequence[dma.CoreTiming]],
-  chip: chips.Chip,
-) -> OperationPrediction:
-  rate = rates.rates(chip)
-  central = timings["central"]
-  read = sum(t.read_bytes for t in central)
-  written = sum(t.written_bytes for t in central)
-  total = estimates.bounded_by_bytes(
-    {w: max(t.cycles for t in timings[w]) for w in _WHICH}, read + written, rate
-  )
-  hbm = rate.hbm("central")
-  moved = {
-    "DMA read": read / hbm.bytes_per_cycle / max(1.0, total.central),
-    "DMA write": written / hbm.bytes_per_cycle / max(1.0, total.central),
-  }
-  busy = units.busy(program, rate)
-  cores = []
-  for i, trace in enumerate(traces):
-    executions = trace.executions(len(program.bundles))
-    cycles = estimates.of_models({w: timings[w][i].cycles for w in _WHICH})
-    whole = max(1.0, cycles.central)
-    shares = {u: n / whole for u, n in busy.of(executions).items()}
-    shares["waiting"] = central[i].waiting_cycles / whole
-    cores.append(
-      CorePrediction(
-        core=i,
-        cycles=cycles,
-        issued_cycles=trace.cycles,
-        waiting_cycles=central[i].waiting_cycles,
-        shares=shares,
-        read_bytes=central[i].read_bytes,
-        written_bytes=central[i].written_bytes,
-      )
-    )
-  slowest = max(range(len(cores)), key=lambda i: cores[i].cycles.central)
-  shares = {**cores[slowest].shares, **moved}
-  peak = chip.hbm_bytes_per_second_per_device
-  return OperationPrediction(
-    name=operation.name,
-    kernel=operation.kernel,
-    cycles=total,
-    microseconds=estimates.microseconds(total, rate),
-    floor_microseconds=(read + written) / peak * 1e6,
-    limit=_limit(shares),
-    shares=shares,
-    cores=tuple(cores),
-    hottest=_hottest(program, traces[slowest], central[slowest], busy),
-    assumed=tuple(dict.fromkeys(a for t in traces for a in t.assumed)),
-  )
-
-
-def _limit(shares: Mapping[str, float]) -> str:
-  """What is busy for the largest share of the time.
-
-  A core that mostly waits is bound by HBM if that is busy at least half the
-  time, else by the latency of its copies.
-  """
-  moved = shares.get("DMA read", 0.0) + shares.get("DMA write", 0.0)
-  rest = {n: s for n, s in shares.items() if not n.startswith("DMA")}
-  name = max(rest, key=lambda n: rest[n])
-  if moved >= rest[name] or (name == "waiting" and moved >= 0.5):
-    return "DMA"
-  return name
-
-
-def _hottest(
-  program: bundles.Program,
-  trace: Trace,
-  timing: dma.CoreTiming,
-  busy: units.Busy,
-) -> tuple[HotRange, ...]:
-  """The ranges of bundles, issued equally often, that take longest."""
-  executions = trace.executions(len(program.bundles))
-  edges = [0, *(np.flatnonzero(np.diff(executions)) + 1), len(executions)]
-  found = []
-  for start, end in zip(edges, edges[1:], strict=False):
-    start, end = int(start), int(end)
-    times = int(executions[start]) if start < end else 0
-    if not times:
-      continue
-    waited = sum(
-      c for b, c in timing.waiting_by_bundle.items() if start <= b < end
-    )
-    cycles = times * (end - start) + waited
-    held = {u: float(a[start:end].sum()) for u, a in busy.by_unit.items()}
-    shares = {u: n * times / cycles for u, n in held.items()}
-    found.append(
-      HotRange(
-        start=start,
-        end=end,
-        executions=times,
-        cycles=cycles,
-        share=cycles / max(1.0, timing.cycles),
-        limit=_limit({**shares, "waiting": waited / cycles}),
-        sources=units.sources(program, start, end),
-      )
-    )
-  return tuple(sorted(found, key=lambda h: -h.cycles)[:_MOST_HOT])
+  return summary.of_operation(operation, found, chip)

@@ -43,10 +43,11 @@ class CorePrediction:
     core: its number in the device.
     cycles: from the start of the operation to its own end.
     issued_cycles: bundles issued; the rest is waiting.
-    waiting_cycles: for copies, central value.
+    waiting_cycles: for copies and other cores, central value.
     shares: of its cycles, central value, for which each unit is busy.
     read_bytes: from HBM.
     written_bytes: to HBM.
+    sent_bytes: to other devices.
   """
 
   core: int
@@ -56,6 +57,7 @@ class CorePrediction:
   shares: Mapping[str, float]
   read_bytes: int
   written_bytes: int
+  sent_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +93,12 @@ class OperationPrediction:
     cycles: of the core that takes longest.
     microseconds: the same as time.
     floor_microseconds: what its bytes take at the bandwidth of JAX's table.
-    limit: what bounds the slowest core: a unit, "DMA", "waiting" for copies
-      that are not enough to fill the HBM, "scalar" or "idle", instructions
-      that wait for each other.
+    limit: what bounds the slowest core: a unit, "DMA", "ICI", "waiting" for
+      copies that are not enough to fill HBM or links, "scalar" or "idle",
+      instructions that wait for each other.
     shares: busy shares of the slowest core, with "DMA read" and "DMA write"
-      of the device.
+      of the device, and "ICI" if it sends: of one link of it, if all it sends
+      takes one.
     cores: each core.
     hottest: where the slowest core spends its time, at most ten.
     assumed: what was taken for granted; () if the machine code decides all.
@@ -182,7 +185,7 @@ def render(prediction: Prediction) -> str:
       out.print(_shares(operation))
       out.print(_hottest(operation))
   for title, texts in (
-    ("Assumed, because data decide it:", prediction.assumed),
+    ("Assumed:", prediction.assumed),
     ("Left out:", prediction.left_out),
   ):
     if texts:

@@ -68,8 +68,10 @@ class Code:
   Attributes:
     program: the machine code.
     delay_slots: bundles after a branch that are run before it is taken.
+    num_devices: that the program is for.
     bases: the address of each allocation.
     spaces: the memory that each value which is a pointer points to.
+    semaphores: numbers of those the program names, each the first of an array.
     identity: how the program finds out where it runs.
   """
 
@@ -78,8 +80,10 @@ class Code:
   ):
     self.program = program
     self.delay_slots = delay_slots
+    self.num_devices = num_devices
     self.bases = layout.bases(program)
     self.spaces = layout.spaces(program)
+    self.semaphores = layout.semaphores(program, self.bases)
     self.identity = addresses.identity(program, num_devices)
     self._leaders = {s.target for s in program.slots if s.target is not None}
     self._stretches: dict[int, Stretch] = {}

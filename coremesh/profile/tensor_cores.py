@@ -1,0 +1,116 @@
+"""Runs an operation on the TensorCores of the devices it takes."""
+
+from collections.abc import Mapping
+import dataclasses
+
+import numpy as np
+
+from coremesh import chips, errors
+from coremesh.compiler.compiled import Operation
+from coremesh.profile import (
+  bundles,
+  devices,
+  dma,
+  estimates,
+  interconnect,
+  rates,
+)
+from coremesh.profile.core import CoreTiming
+from coremesh.profile.log import Log
+from coremesh.profile.servers import Links
+from coremesh.profile.timed import Timed
+from coremesh.profile.translate import Code
+
+_ZEROS = "its operands that are single numbers are not known; assumed 0"
+
+
+def timed(
+  operation: Operation,
+  chip: chips.Chip,
+  words: Mapping[int, np.ndarray],
+  *,
+  num_devices: int,
+) -> Timed:
+  """What each TensorCore of a device issues, and when in each model.
+
+  Args:
+    operation: one with a stage "bundles".
+    chip: the slice it is for.
+    words: of its operands, by their number.
+    num_devices: that the program is for.
+
+  Raises:
+    UnsupportedError: it holds something that is not modelled, or cores wait
+      for what nobody sends.
+  """
+  program = bundles.parse(operation.text("bundles"))
+  try:
+    return _run(program, chip, words, num_devices)
+  except errors.UnsupportedError:
+    scalars = _unknown_scalars(program, words)
+    if operation.kernel is not None or not scalars:
+      raise
+  found = _run(program, chip, {**words, **scalars}, num_devices)
+  return dataclasses.replace(found, assumed=(*found.assumed, _ZEROS))
+
+
+def _run(
+  program: bundles.Program,
+  chip: chips.Chip,
+  words: Mapping[int, np.ndarray],
+  num_devices: int,
+) -> Timed:
+  rate = rates.rates(chip)
+  code = Code(program, delay_slots=rate.delay_slots, num_devices=num_devices)
+  cast = devices.cast(code, chip, rate, num_devices=num_devices, operands=words)
+
+  def links(which: str) -> Links | None:
+    return interconnect.links(chip, rate, which) if cast.sends else None
+
+  def timings(which: str, log: Log | None = None) -> tuple[CoreTiming, ...]:
+    hbm = rate.hbm(which)
+    try:
+      return dma.timings(cast.traces, hbm, log, links=links(which))
+    except errors.UnsupportedError as error:
+      if not cast.assumed:
+        raise
+      text = f"{error} Assumed: {'; '.join(cast.assumed)}."
+      raise errors.UnsupportedError(text) from error
+
+  assumed = cast.assumed + ((interconnect.ASSUMED,) if cast.sends else ())
+  if len({t.device for t in cast.traces}) > 1:
+    cast = cast.first(_slowest(cast, timings("central")))
+  log = Log()
+  found = {
+    which: timings(which, log if which == "central" else None)
+    for which in estimates.MODELS
+  }
+  shown = [t for t in cast.traces if t.device == cast.traces[0].device]
+  return Timed(
+    program=program,
+    rates=rate,
+    traces=tuple(shown),
+    timings={which: all_[: len(shown)] for which, all_ in found.items()},
+    log=log,
+    links=links("central"),
+    assumed=assumed,
+  )
+
+
+def _slowest(cast: devices.Cast, found: tuple[CoreTiming, ...]) -> int:
+  """The device whose last core ends last."""
+  pairs = zip(cast.traces, found, strict=True)
+  return max(pairs, key=lambda pair: pair[1].cycles)[0].device
+
+
+def _unknown_scalars(
+  program: bundles.Program, words: Mapping[int, np.ndarray]
+) -> dict[int, np.ndarray]:
+  """Zeros for the operands that are single numbers nobody knows."""
+  return {
+    slot.operands[0]: np.zeros(1, np.uint32)
+    for slot in program.slots
+    if slot.opcode == "inlined_call_operand.<no memory space>"
+    and isinstance(slot.operands[0], int)
+    and slot.operands[0] not in words
+  }
