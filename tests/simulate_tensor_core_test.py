@@ -307,22 +307,6 @@ def test_delays_and_traces_leave_no_value():
   assert _evaluate(fn, np.int32(3)) == [3]
 
 
-@pytest.mark.parametrize(
-  "space, expected",
-  [(pltpu.MemorySpace.HBM, True), (pltpu.MemorySpace.VMEM, False)],
-)
-def test_refs_anywhere_and_touched_ones(space, expected):
-  def fn():
-    def body(ref):
-      pltpu.touch(ref)
-      return pltpu.has_memory_space(ref, space)
-
-    return pl.run_scoped(body, pl.ANY((8,), jnp.int32))
-
-  (result,) = _evaluate(fn)
-  assert result == expected
-
-
 # --- convolution -----------------------------------------------------------
 
 _NHWC = ("NHWC", "HWIO", "NHWC")

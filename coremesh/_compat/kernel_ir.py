@@ -131,7 +131,8 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
     mesh: the mesh of the worker that holds it.
 
   Returns:
-    "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem" or "host", and a mesh.
+    "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem", "accumulator" or
+    "host", and a mesh.
   """
   space = getattr(ref_type, "memory_space", None)
   if isinstance(space, _pallas_core.CoreMemorySpace):
@@ -144,6 +145,8 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
     return "vmem", mesh
   if space is _pallas_core.MemorySpace.INDEX:
     return "smem", mesh
+  if isinstance(space, _mosaic_core.AccMemorySpace):
+    return "accumulator", mesh
   return str(space), mesh
 
 
@@ -428,8 +431,3 @@ _mlir.register_lowering(_mpmd.mpmd_map_p, _lower_kernel, platform="cpu")
 _mlir.register_lowering(
   _pallas_call.pallas_call_p, _lower_pallas_call, platform="cpu"
 )
-
-
-def num_subcores() -> int:
-  """Vector subcores of a SparseCore of the chip traced for."""
-  return _sc_core.get_sparse_core_info().num_subcores

@@ -265,7 +265,7 @@ class _Steps:
   def _subcore_slice(self) -> None:
     self._crop()
     axis = tuple(self._em.mesh.shape)[-1]
-    size = self._shape[-1] // _num_subcores()
+    size = self._shape[-1] // self._em.chip.vector_subcores_per_sparse_core
     before = "slice(None), " * (len(self._shape) - 1)
     self._steps.append(
       f"({before}slice(w.coords[{axis!r}] * {size}, (w.coords[{axis!r}] + 1)"
@@ -375,7 +375,3 @@ def _array_axis(indexer: Any, arrays: list[int]) -> int:
   if ints != list(range(ints[0], ints[-1] + 1)):
     return 0
   return sum(not is_int for is_int in are_int[: ints[0]])
-
-
-def _num_subcores() -> int:
-  return kernel_ir.num_subcores()

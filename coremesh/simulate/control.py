@@ -160,6 +160,14 @@ def _touch(em: emitter.Emitter, eqn: Any) -> None:
   em.bind(eqn, em.atoms(eqn.invars)[: len(eqn.outvars)])
 
 
+def _has_memory_space(em: emitter.Emitter, eqn: Any) -> None:
+  """Whether a ref in `pl.ANY` is in a memory: the simulator has it in HBM."""
+  ref, _ = kernel_ir.split_ref(em.atom(eqn.invars[0]))
+  space = em.refs[str(ref)].space
+  answer = np.bool_(space == str(eqn.params["memory_space"]))
+  em.bind(eqn, [em.constant(answer)])
+
+
 def _pipeline(em: emitter.Emitter, eqn: Any) -> None:
   sizes = dict(em.mesh.shape) if em.mesh is not None else {}
   jaxpr = kernel_ir.expanded_pipeline(eqn, sizes)
@@ -238,6 +246,7 @@ RULES = {
   "pallas.get_global": _get_global,
   "checkify.check": _check,
   "tpu.touch": _touch,
+  "tpu.has_memory_space": _has_memory_space,
   "pipeline.emit_pipeline": _pipeline,
   "pipeline.pipeline_body": _pipeline_body,
   "pallas.program_id": _program_id,

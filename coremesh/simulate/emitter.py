@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coremesh import errors
+from coremesh import chips, errors
 from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   capacity,
@@ -124,6 +124,7 @@ class Emitter(Source):
 
   Attributes:
     mesh: the mesh the worker is on, None for a `pallas_call`.
+    chip: the chip it is traced for.
     device_axes: the axes of the device mesh, with their sizes.
     core_axes: the core axes of all meshes of the kernel, with their sizes.
     refs: the declaration behind each name of a ref.
@@ -144,6 +145,7 @@ class Emitter(Source):
     self,
     *,
     mesh: Any,
+    chip: chips.Chip,
     device_axes: Mapping[Any, int],
     core_axes: Mapping[Any, int],
     rules: Mapping[str, Callable[["Emitter", Any], None]],
@@ -153,6 +155,7 @@ class Emitter(Source):
   ):
     super().__init__()
     self.mesh = mesh
+    self.chip = chip
     self.device_axes = device_axes
     self.core_axes = core_axes
     self.refs: dict[str, Declaration] = {}

@@ -88,7 +88,10 @@ class Buffer:
     if family.is_tiled:
       full = padded_shape(family.shape, family.dtype)
     full = (*full, *family.element_shape)
-    self.data = np.full(full, poison(family.dtype), family.dtype)
+    # The matrix unit adds to what is there, and zeroes it when it is read.
+    is_sum = family.space == "accumulator"
+    first = family.dtype.type(0) if is_sum else poison(family.dtype)
+    self.data = np.full(full, first, family.dtype)
 
   def fill(self, values: np.ndarray) -> None:
     """Sets what is inside `shape`."""

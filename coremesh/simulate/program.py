@@ -119,6 +119,7 @@ def compile_program(
   for mesh, jaxpr in zip(kernel.meshes, kernel.jaxprs, strict=True):
     em = emitter.Emitter(
       mesh=mesh,
+      chip=chip,
       device_axes=kernel.device_axes,
       core_axes=core_axes,
       rules=RULES,

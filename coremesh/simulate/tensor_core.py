@@ -12,7 +12,6 @@ have state: see `matrix_unit` and `hardware_random`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.experimental.pallas import tpu as pltpu
 import ml_dtypes
 import numpy as np
 
@@ -196,13 +195,6 @@ def _multiple_of(params, in_avals, out_avals) -> Function:
   return multiple_of
 
 
-def _has_memory_space(params, in_avals, out_avals) -> Function:
-  """Whether a ref in `pl.ANY` is in a memory: the simulator has it in HBM."""
-  del in_avals, out_avals
-  answer = np.bool_(params["memory_space"] == pltpu.MemorySpace.HBM)
-  return lambda ref: answer
-
-
 def _nothing(params, in_avals, out_avals) -> Function:
   """Primitives that leave no value: they concern the compiler, or time."""
   del params, in_avals, out_avals
@@ -226,7 +218,6 @@ RULES: Mapping[str, Rule] = {
   "state.with_memory_space_constraint": _same,
   "tpu.bitcast": _bitcast,
   "tpu.conv": convolution.rule,
-  "tpu.has_memory_space": _has_memory_space,
   "tpu.join_key": _join_key,
   "tpu.pack_elementwise": _pack_elementwise,
   "tpu.roll": _roll,
