@@ -74,6 +74,18 @@ def test_named_operands_of_a_copy_are_read():
   assert flag == bundles.Address(space=None, terms=("#allocation5", 1))
 
 
+def test_a_comment_that_names_operands_does_not_end_there():
+  slot = _slot(
+    "%31 = dma.hbm_to_vmem [thread:$0]  (%p1_p2), /*hbm=*/%s7_s1,"
+    " /*size_in_granules=*/16, /*vmem=*/%s2_s1, /*dst_syncflagno=*/"
+    "[#allocation1] /* \ndynamic_base_bounds: (%s8 = scalar_select"
+    " /*predicate=*/%p7, /*on_true=*/0, /*on_false=*/1)\nstrides: (1) */"
+  )
+  flag = slot.operand("dst_syncflagno")
+  assert flag == bundles.Address(space=None, terms=("#allocation1",))
+  assert len(slot.operands) == 4
+
+
 def test_a_store_has_two_operands():
   slot = _slot("%1 = sst [smem:[#allocation3 + %s4_s2]] %s5_s6")
   where, what = slot.operands

@@ -93,3 +93,25 @@ def test_rows_and_columns_are_tiled():
   assert words[127:130].tolist() == [127, 256, 257]
   assert words[8 * 128] == 128
   assert hlo._laid_out(np.zeros((2, 3), np.int32), "s32[2,3]{0,1}") is None
+
+
+def test_values_become_words_of_the_operand_they_are_for():
+  program = hlo.parse(_TEXT)
+  values = {0: np.array([1, 2, 3, -4], np.int32), 5: np.arange(4, dtype="i4")}
+  found = hlo.words_of(program, "k.1", values)
+  assert found[0][:4].view(np.int32).tolist() == [1, 2, 3, -4]
+  assert len(found[0]) == 128
+  assert found[5][:4].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+  ("index", "value"),
+  [
+    (0, np.zeros(5, np.int32)),  # of another size
+    (0, np.zeros(4, np.int64)),  # not of 32 bits
+    (1, np.zeros((4, 2), np.int32)),  # not the size of that operand
+    (9, np.zeros(4, np.int32)),  # there is none
+  ],
+)
+def test_values_that_do_not_fit_an_operand_give_no_words(index, value):
+  assert hlo.words_of(hlo.parse(_TEXT), "k.1", {index: value}) == {}
