@@ -6,8 +6,13 @@ import numpy as np
 
 from coremesh.profile import units
 from coremesh.profile.activity import CoreActivity
+from coremesh.profile.events import EventKind
 
-COPIES = ("DMA read", "DMA write")
+COPIES: Mapping[str, EventKind] = {
+  "DMA read": "read",
+  "DMA write": "write",
+  "DMA send": "send",
+}
 # What fills a core's time; the rest of its bundles wait for each other.
 NAMES = (*(u for u in units.UNITS if u != "idle"), "waiting", *COPIES)
 
@@ -30,7 +35,8 @@ def shares(
 ) -> Mapping[str, np.ndarray]:
   """The busy share of each of `NAMES` in each stretch.
 
-  A "DMA" is busy while at least one of the core's copies is in flight.
+  A "DMA" is busy while at least one of the core's copies is in flight; "send"
+  is to another core or device.
 
   Args:
     activity: of one core.
@@ -41,7 +47,6 @@ def shares(
   """
   found = activity.shares(between)
   copies = {
-    "DMA read": activity.spans("read").share(between),
-    "DMA write": activity.spans("write").share(between),
+    name: activity.spans(kind).share(between) for name, kind in COPIES.items()
   }
   return {name: {**found, **copies}[name] for name in NAMES}

@@ -1,6 +1,6 @@
 """The predicted life of a program as a trace for Perfetto."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import itertools
 
@@ -8,12 +8,18 @@ from coremesh import perfetto
 from coremesh.explanation import life, page
 from coremesh.explanation.findings import Findings
 from coremesh.profile.activity import CoreActivity, Spans
+from coremesh.profile.events import EventKind
 from coremesh.profile.prediction import OperationPrediction
 
 _NUM_STRETCHES = 240
 _OPERATIONS = 0  # the thread they have to themselves
 _DEVICE = 0  # all devices do the same
-_COPIES = {"read": "from HBM", "write": "to HBM", "local": "inside"}
+_COPIES: Mapping[EventKind, str] = {
+  "read": "from HBM",
+  "write": "to HBM",
+  "send": "to another core or device",
+  "local": "inside",
+}
 # A file of more events takes long to open. The rest goes on alike.
 _MOST_SPANS = 20_000
 
@@ -106,7 +112,7 @@ class _Operation:
         args={"cycles": end - start},
       )
     for kind, where in _COPIES.items():
-      copies = activity.spans(kind)  # pyright: ignore[reportArgumentType]
+      copies = activity.spans(kind)
       rows = self._rows(copies, activity.core, f"copies {where}")
       for start, end, num_bytes, bundle in rows:
         yield from perfetto.copy(

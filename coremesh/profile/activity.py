@@ -83,7 +83,7 @@ class CoreActivity:
     """Its copies and waits of some kinds.
 
     Args:
-      *kinds: "read", "write", "local", "wait" or "delay".
+      *kinds: "read", "write", "local", "send", "wait" or "delay".
     """
     parts = [
       part

@@ -12,7 +12,8 @@ class Span(NamedTuple):
   Attributes:
     core: whose it is.
     kind: of a copy: "read" and "write" are from and to HBM, "local" stays in
-      the core. "wait" is for a copy, "delay" one the program asks for.
+      the core, "send" goes to another. "wait" is for a copy or another core,
+      "delay" one the program asks for.
     start: when it starts.
     end: when it is done.
     bundle: where in the machine code.

@@ -28,8 +28,8 @@ def draw(name: str, lines: Sequence[HotLine]) -> Figure:
   figure = style.figure(
     height,
     f"{name}: hottest lines, on its slowest core",
-    "Part of the core's cycles, predicted; a bundle of several lines counts in"
-    " part for each. Bundle, times issued, instructions",
+    "Part of the core's cycles, predicted, orange: waiting; a bundle of several"
+    " lines counts in part for each. Bundle, times issued, instructions",
   )
   longest = max(line.share for line in lines) or 1.0
   top = height - style.HEAD_INCHES

@@ -37,7 +37,7 @@ def draw(rooflines: Mapping[str, Roofline], chip: str) -> Figure:
     + (f"; {left_out} operations not shown" if left_out else ""),
   )
   axes = figure.add_axes((0.075, 0.09, 0.6, 0.76))
-  _roofs(axes, ordered[0], [x for r in shown for x, *_ in _points(r)])
+  _roofs(axes, ordered[0], shown)
   for colour, one in zip(_COLOURS, shown, strict=False):
     for x, work, marker in _points(one):
       _point(axes, one, x, work, marker=marker, colour=colour)
@@ -57,7 +57,10 @@ def _points(one: Roofline) -> list[tuple[float, float, str]]:
   return [(w / one.hbm_bytes, w, m) for w, m in found if w]
 
 
-def _roofs(axes: Any, one: Roofline, intensities: Sequence[float]) -> None:
+def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
+  points = [(r, x, work) for r in shown for x, work, _ in _points(r)]
+  intensities = [x for _, x, _ in points]
+  slowest = [work / (r.microseconds.high * 1e-6) for r, _, work in points]
   peaks = (
     (one.peak_matmul_flops_per_second, "MXU, bf16", "FLOP/s", style.BLUE),
     (one.peak_vector_ops_per_second, "VPU, 32 bit", "op/s", style.GREEN),
@@ -80,7 +83,7 @@ def _roofs(axes: Any, one: Roofline, intensities: Sequence[float]) -> None:
   axes.set_xscale("log")
   axes.set_yscale("log")
   axes.set_xlim(lowest, highest)
-  axes.set_ylim(top=4 * peaks[0][0])
+  axes.set_ylim(min([hbm * lowest, *slowest]) / 2, 4 * peaks[0][0])
   # Above the slope, where no operation can be.
   x = np.sqrt(peaks[0][0] * peaks[1][0]) / hbm
   axes.annotate(

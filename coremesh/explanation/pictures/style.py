@@ -27,6 +27,7 @@ UNITS = {
   "waiting": ORANGE,
   "DMA read": "#5f8a3c",
   "DMA write": "#8a5f9e",
+  "DMA send": "#a6761d",
 }
 WORKING, WAITING = BLUE, ORANGE
 
