@@ -196,6 +196,11 @@ class Emitter(Source):
       self._by_id[id(value)] = name
     return name
 
+  @property
+  def is_sparse(self) -> bool:
+    """Whether the program is a SparseCore's."""
+    return _is_sparse(self.mesh)
+
   def site(self, what: str) -> Name:
     """A name for this place in the user's code."""
     return self.constant(machine.Site(what, self._line), "s")

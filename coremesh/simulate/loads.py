@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coremesh.simulate import access, emitter, memory, views
+from coremesh.simulate import access, emitter, memory, reach, views
 
 
 def _load(em: emitter.Emitter, part: access.Part, counts: Any = True) -> str:
@@ -17,6 +17,7 @@ def _load(em: emitter.Emitter, part: access.Part, counts: Any = True) -> str:
     counts: where the elements count: True, False, or a mask.
   """
   site = em.site(f"load of {part.declaration.name!r}")
+  reach.check(em, part, site)
   operands = f"w, {part.name}, {part.steps(site)}, {site}"
   if counts is True:
     return f"m.load({operands})"
@@ -48,6 +49,7 @@ def _store(
   em: emitter.Emitter, part: access.Part, value: Any, mask: Any = None
 ) -> None:
   site = em.site(f"store to {part.declaration.name!r}")
+  reach.check(em, part, site)
   steps = part.steps(site)
   if mask is None:
     em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
