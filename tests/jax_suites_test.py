@@ -114,7 +114,10 @@ _NOT_RAISED = "raise it\nAssertionError: NotImplementedError not raised"
 _OTHER_WORDS = 'AssertionError: "must be 1-D" does not match "rank is 2"'
 
 
-@pytest.mark.parametrize("error", [_NOT_RAISED, _OTHER_WORDS])
+_OWN_WORDS = "coremesh.errors.AxisError: 'scratch_ref' is on the cores of"
+
+
+@pytest.mark.parametrize("error", [_NOT_RAISED, _OTHER_WORDS, _OWN_WORDS])
 def test_who_expects_a_refusal_is_told_by_the_compiler(error):
   failed = _failed(error)
   assert reasons.expects_refusal(failed)

@@ -92,12 +92,14 @@ _REASONS: Sequence[Reason] = (
   ),
 )
 _REFUSAL = re.compile(
-  r"AssertionError: (\w+(\.\w+)* not raised|\".*\" does not match )", re.DOTALL
+  r"AssertionError: (\w+(\.\w+)* not raised|\".*\" does not match )"
+  r"|coremesh\.errors\.\w+: ",
+  re.DOTALL,
 )
 
 
 def expects_refusal(result: Result) -> bool:
-  """Whether the test failed because no error was raised, or another one."""
+  """Whether a test failed for want of an error, or for one in other words."""
   return _REFUSAL.search(result.error) is not None
 
 
