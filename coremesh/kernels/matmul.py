@@ -25,6 +25,18 @@ from coremesh.kernels.matmul_call import (
   sum_dtype,
 )
 from coremesh.partition import num_blocks
+from coremesh.spec import Case, KernelSpec
+
+_SEARCHED = (
+  None,
+  *(
+    Blocks(rows=rows, columns=columns, inner=inner, split=split)
+    for rows in (256, 512, 1024)
+    for columns in (256, 512, 1024)
+    for inner in (512, 1024, 2048)
+    for split in ("rows", "columns")
+  ),
+)
 
 
 def matmul(
@@ -300,17 +312,50 @@ def _as_rows(call: Call, batch, arrays) -> Sequence[jax.Array] | None:
   return [x.reshape(-1, x.shape[-1]), *weights, *rows]
 
 
-def num_flops(x, w, *operands, **options) -> int:
-  """Multiplications and additions of the products."""
+def _sizes(x, w, *operands, **options) -> tuple[int, int, int, int, int]:
+  """Products, leading elements, M, N and K of a call."""
   weights = as_weights(w)
   call = Call(
-    epilogue=None,
-    out_dtype=jnp.dtype(jnp.float32),
     transpose_x=options.get("transpose_x", False),
     transpose_w=options.get("transpose_w", False),
-    precision=None,
-    blocks=None,
     num_weights=len(weights),
   )
   batch, m, n, k = call.product(x, weights[0])
-  return 2 * math.prod(batch) * m * n * k * len(weights)
+  return len(weights), math.prod(batch), m, n, k
+
+
+def _num_flops(*args, **options) -> int:
+  products, batch, m, n, k = _sizes(*args, **options)
+  return 2 * products * batch * m * n * k
+
+
+def _num_bytes(*args, **options) -> int:
+  x, *rest = jax.tree.leaves(args)
+  _, batch, m, n, _ = _sizes(*args, **options)
+  dtype = options.get("out_dtype") or default_out_dtype(x)
+  inputs = sum(math.prod(a.shape) * a.dtype.itemsize for a in (x, *rest))
+  return inputs + batch * m * n * jnp.dtype(dtype).itemsize
+
+
+def _case(m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> Case:
+  shapes = (m, k), (k, n)
+  return Case(args=tuple(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
+
+
+SPEC = KernelSpec(
+  name="matmul",
+  function=matmul,
+  reference=matmul_reference,
+  cases={
+    **{f"{n}^3": _case(n, n, n) for n in (1024, 2048, 4096, 8192)},
+    "4096^3 f32": _case(4096, 4096, 4096, jnp.float32),
+    "4096^3 int8": _case(4096, 4096, 4096, jnp.int8),
+    "8192x14336x4096": _case(8192, 14336, 4096),
+    "8192x4096x14336": _case(8192, 4096, 14336),
+    "8x28672x8192": _case(8, 28672, 8192),
+    "1000x3000x777": _case(1000, 3000, 777),
+  },
+  search_space={"blocks": _SEARCHED},
+  num_flops=_num_flops,
+  num_bytes=_num_bytes,
+)

@@ -25,13 +25,13 @@ DTYPES = tuple(
 class Call:
   """The static arguments of a call."""
 
-  epilogue: Epilogue | None
-  out_dtype: np.dtype
-  transpose_x: bool
-  transpose_w: bool
-  precision: Any
-  blocks: Blocks | None
-  num_weights: int
+  epilogue: Epilogue | None = None
+  out_dtype: Any = None
+  transpose_x: bool = False
+  transpose_w: bool = False
+  precision: Any = None
+  blocks: Blocks | None = None
+  num_weights: int = 1
 
   def product(self, x: Any, w: Any) -> tuple[tuple[int, ...], int, int, int]:
     """Leading axes of the output, and M, N, K."""
