@@ -127,6 +127,10 @@ def test_who_expects_a_refusal_is_told_by_the_compiler(error):
 
 
 _FAR = "Max relative difference among violations: "
+_NEAR = f"""Not equal to tolerance rtol=1e-07, atol=0
+Max absolute difference among violations: 9.1e-05
+{_FAR}0.068
+"""
 _IN_JAX = """in lower_jaxpr_to_fun
     for pom, mk, types in zip(propagated_out_mem_kinds, result_memory_kinds,
                               output_types):
@@ -149,8 +153,9 @@ ValueError: safe_zip() argument 1 has length 2"""
       "jax.checkpoint",
     ),
     (_IN_JAX, "T.test_host", "memory kinds"),
-    ("Not equal to tolerance rtol=1e-07", "T.test_pipeline_matmul1", "product"),
-    ("Not equal to tolerance rtol=1e-07", "T.test_matmul", "unexplained"),
+    (_NEAR, "T.test_pipeline_matmul1", "product"),
+    (_NEAR.replace("e-05", "e-01"), "T.test_matmul", "unexplained"),
+    (_NEAR, "T.test_sum", "unexplained"),
     ("SimulationError: [deadlock]", "T.test_ring", "unexplained"),
   ],
 )
