@@ -142,8 +142,6 @@ ValueError: safe_zip() argument 1 has length 2"""
   [
     (f"{_FAR}2.38e-07\n", "T.test_exp", "rounding on the CPU"),
     (f"{_FAR}5.1e-07\n", "T.test_exp", "unexplained"),
-    (f"{_FAR}2.0\n", "VectorSubcoreTest.test_barrier", "fault in the test"),
-    (f"{_FAR}2.0\n", "T.test_barrier", "unexplained"),
     ("AssertionError: [] has length of 0", "T.test_hlo", "compiler prints"),
     ("IndexError: [] has length of 0", "T.test_hlo", "unexplained"),
     ("No such compile option: 'xla_tpu_x'", "T.test_x", "sets an option"),
@@ -163,9 +161,23 @@ def test_each_reason_is_known_by_the_error_or_the_test(error, name, words):
   assert words in reasons.reason(_failed(error, name), None)
 
 
-def test_a_fault_of_a_test_is_told():
-  assert "neighbour" in str(reasons.fault("VectorSubcoreTest.test_barrier"))
-  assert reasons.fault("VectorSubcoreTest.test_barrier_of_all") is None
+@pytest.mark.parametrize(
+  "name, findings, is_fault",
+  [
+    ("VectorSubcoreTest.test_barrier", ("race", "scope"), True),
+    ("VectorSubcoreTestWithTCTiling.test_barrier", ("race",), True),
+    ("VectorSubcoreTest.test_barrier", (), False),
+    ("VectorSubcoreTest.test_barrier_of_all", ("race",), False),
+  ],
+)
+def test_a_fault_of_a_test_is_one_that_the_simulator_finds(
+  name, findings, is_fault
+):
+  result = Result(name=name, outcome="failed", findings=findings)
+  told = reasons.fault(result)
+  assert (told is not None and "neighbour" in told) == is_fault
+  expected = reasons.TEST_FAULT if is_fault else reasons.UNEXPLAINED
+  assert reasons.reason(result, None) == expected
 
 
 def test_what_is_skipped_is_tried_on_fewer_devices(tmp_path, monkeypatch):

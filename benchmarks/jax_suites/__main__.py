@@ -102,10 +102,13 @@ def _print(runs: Runs, console: Console) -> None:
   console.print(report.why(runs))
   for (file, chip), tests in runs.items():
     for test in tests:
+      where = f"as on {chip}, {file}, {test.result.name}"
       if test.reason == reasons.UNEXPLAINED:
         last = test.result.error.strip().rpartition("\n")[2]
-        text = f"unexplained: {chip} {file} {test.result.name}: {last}"
-        console.print(text, markup=False)
+        console.print(f"unexplained {where}: {last}", markup=False)
+      if test.reason == reasons.TEST_FAULT:
+        text = reasons.fault(test.result)
+        console.print(f"fault in the test {where}: {text}", markup=False)
   console.print(
     f"Run on the CPU with jax {jax.__version__}, as on one host of each chip,"
     f" {suites.DEVICES[0]} devices, or fewer where a test asks for fewer."

@@ -1,6 +1,6 @@
 """Why a test of JAX's fails in the simulator: a rule for each reason."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import re
 
@@ -41,21 +41,47 @@ class Reason:
     )
 
 
-# What stands in one table for one test: all else is known by its error.
-_TEST_FAULTS: Mapping[str, str] = {
-  "VectorSubcoreTest(WithTCTiling)?.test_barrier": (
-    "After the barrier each subcore reads its neighbour's row and then writes"
-    " its own, which that neighbour's neighbour may not have read yet."
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+  """A test that is wrong on a TPU as well.
+
+  Attributes:
+    test: its class and method, a pattern.
+    finding: what the simulator must find in it.
+    text: what is wrong.
+  """
+
+  test: str
+  finding: str
+  text: str
+
+
+_FAULTS: Sequence[Fault] = (
+  Fault(
+    test="VectorSubcoreTest(WithTCTiling)?.test_barrier",
+    finding="race",
+    text=(
+      "After the barrier each subcore reads its neighbour's row and then writes"
+      " its own, which its other neighbour may not have read yet."
+    ),
   ),
-  "DistributedMpmdTest.test_mpmd_reduce_scatter": (
-    "Each step sends into the receive buffer of the next device, with nothing"
-    " that says that it has used what the step before left there."
+  Fault(
+    test="DistributedMpmdTest.test_mpmd_reduce_scatter",
+    finding="race",
+    text=(
+      "Each step sends into a buffer of the next device, and nothing says that"
+      " the device has used what the step before left there."
+    ),
   ),
-  "MpmdTest.test_copy_with_cross_core_signaling": (
-    "x1 has 8 rows for each core, and each of 16 subcores copies the row of"
-    " its own number."
+  Fault(
+    test="MpmdTest.test_copy_with_cross_core_signaling",
+    finding="out of bounds",
+    text=(
+      "There are 8 rows for each core, and each of its 16 subcores copies the"
+      " row of its own number."
+    ),
   ),
-}
+)
 
 # In a test's error: how far numbers may be off and be rounded alone. XLA's own
 # functions on the CPU err by up to 2 units in the last place, ours by 1.
@@ -67,7 +93,6 @@ _PRODUCT = re.compile(r"test_\w*matmul\w*$")
 _LARGEST = re.compile(r"Max (absolute|relative) difference among .*: (\S+)")
 
 _REASONS: Sequence[Reason] = (
-  *(Reason(name=TEST_FAULT, test=f"^{test}$") for test in _TEST_FAULTS),
   Reason(
     name="reads what the TPU compiler prints",
     error=r"AssertionError: ("
@@ -114,6 +139,8 @@ def reason(result: Result, compiled: Result | None) -> str:
   """
   if expects_refusal(result) and compiled is not None:
     return REFUSED if compiled.outcome == "passed" else NOT_REFUSED
+  if fault(result) is not None:
+    return TEST_FAULT
   for known in _REASONS:
     if known.explains(result):
       return known.name
@@ -129,9 +156,10 @@ def reason(result: Result, compiled: Result | None) -> str:
   return UNEXPLAINED
 
 
-def fault(name: str) -> str | None:
+def fault(result: Result) -> str | None:
   """What is wrong with a test, None if that is not known."""
-  for test, text in _TEST_FAULTS.items():
-    if re.fullmatch(test, name):
-      return text
+  for known in _FAULTS:
+    is_found = known.finding in result.findings
+    if is_found and re.fullmatch(known.test, result.name):
+      return known.text
   return None
