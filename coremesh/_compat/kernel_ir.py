@@ -181,6 +181,11 @@ def rebound(eqn: Any) -> Callable[..., Any]:
   return lambda *values: function(*map(_restored, values, dtypes))
 
 
+def runs_by_itself(primitive: Any) -> bool:
+  """Whether JAX can run a primitive by itself, outside any program."""
+  return "impl" in vars(primitive)
+
+
 def is_key(dtype: Any) -> bool:
   """Whether elements are PRNG keys."""
   return _dtypes.issubdtype(dtype, _dtypes.prng_key)

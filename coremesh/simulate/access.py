@@ -167,7 +167,8 @@ def _chosen(em: emitter.Emitter, ref: Any, transforms: Any) -> emitter.Name:
   if not isinstance(select, kernel_ir.SelectTransform):
     raise errors.UnsupportedError(
       f"coremesh's simulator does not know {type(select).__name__} of several"
-      " refs; it knows a selection of one."
+      f" refs, at {em.place}. Choose one of them with jax.lax.cond, around the"
+      " operation on it."
     )
   names = [kernel_ir.split_ref(r)[0] for r in ref]
   chosen = em.let(
@@ -230,8 +231,9 @@ class _Steps:
       case _:
         raise errors.UnsupportedError(
           "coremesh's simulator does not know the ref transform"
-          f" {type(transform).__name__}; it knows slices, indices, reshape,"
-          " bitcast and transpose."
+          f" {type(transform).__name__} of {self._name!r}, at"
+          f" {self._em.place}; it knows slices, indices, reshape, bitcast and"
+          " transpose. Load the ref and change the value."
         )
 
   def finish(self) -> str:

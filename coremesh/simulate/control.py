@@ -6,7 +6,7 @@ import numpy as np
 
 from coremesh import errors
 from coremesh._compat import kernel_ir
-from coremesh.simulate import emitter
+from coremesh.simulate import emitter, unsupported
 
 
 def _call(em: emitter.Emitter, eqn: Any) -> None:
@@ -138,9 +138,7 @@ def _get_global(em: emitter.Emitter, eqn: Any) -> None:
 
 def _check(em: emitter.Emitter, eqn: Any) -> None:
   if not eqn.params["debug"]:
-    raise errors.UnsupportedError(
-      "A TPU kernel cannot hold checkify.check; use pl.debug_check."
-    )
+    raise unsupported.error("checkify.check", em.place)
   if kernel_ir.debug_checks_enabled():
     failed, message = kernel_ir.failed_check(eqn, em.atoms(eqn.invars))
     site = em.site("debug_check")
@@ -203,6 +201,19 @@ def _num_programs(em: emitter.Emitter, eqn: Any) -> None:
   em.bind(eqn, [em.let(f"np.int32({em.grid[eqn.params['axis']][1]})")])
 
 
+def _platform_index(em: emitter.Emitter, eqn: Any) -> None:
+  """Which branch of `jax.lax.platform_dependent` a TPU takes."""
+  platforms = eqn.params["platforms"]
+  for i, names in enumerate(platforms):
+    if names is None or "tpu" in names:
+      em.bind(eqn, [em.literal(i, eqn.outvars[0].aval)])
+      return
+  raise errors.UnsupportedError(
+    "jax.lax.platform_dependent in a kernel needs a branch for 'tpu', or a"
+    f" default; at {em.place} it has {[n for ns in platforms for n in ns]}."
+  )
+
+
 def _axis_index(em: emitter.Emitter, eqn: Any) -> None:
   axis = eqn.params["axis_name"]
   names = axis if isinstance(axis, tuple) else (axis,)
@@ -252,6 +263,7 @@ RULES = {
   "pallas.program_id": _program_id,
   "pallas.num_programs": _num_programs,
   "axis_index": _axis_index,
+  "platform_index": _platform_index,
   "pallas.delay": _nothing,
   "tpu.trace_value": _nothing,
   "debugging.debug_print": _debug_print,

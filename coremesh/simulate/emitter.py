@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coremesh import chips, errors
+from coremesh import chips
 from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   capacity,
@@ -24,6 +24,7 @@ from coremesh.simulate import (
   scalars,
   selects,
   synchronisation,
+  unsupported,
 )
 from coremesh.simulate.source import Name, Source
 
@@ -201,6 +202,11 @@ class Emitter(Source):
     """Whether the program is a SparseCore's."""
     return _is_sparse(self.mesh)
 
+  @property
+  def place(self) -> str:
+    """The line of the user's code that is written now."""
+    return self._line
+
   def site(self, what: str) -> Name:
     """A name for this place in the user's code."""
     return self.constant(machine.Site(what, self._line), "s")
@@ -289,15 +295,11 @@ class Emitter(Source):
     """An equation that only computes values."""
     in_types, out_types = kernel_ir.eqn_types(eqn)
     if any(hasattr(t, "inner_aval") for t in in_types) or eqn.effects:
-      raise errors.UnsupportedError(
-        f"coremesh's simulator does not know the operation {name!r}, at"
-        f" {self._line}. It knows those of the table in"
-        " docs/simulator.md; compile the kernel to check the rest, or interpret"
-        " it with JAX's pltpu.InterpretParams."
-      )
+      raise unsupported.error(name, self._line)
     rule = self._value_rules.get(name)
     is_of_keys = any(kernel_ir.is_key(t.dtype) for t in (*in_types, *out_types))
     if rule is None or is_of_keys:
+      unsupported.check(eqn, name, self._line)
       function = fallback.by_jax(eqn)
     else:
       function = rule(eqn.params, in_types, out_types)

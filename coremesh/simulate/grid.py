@@ -298,8 +298,10 @@ def _place(em, mapping, operands) -> str:
       parts.append(f"(int({start.start}), {size}), ")
     else:
       raise errors.UnsupportedError(
-        f"coremesh's simulator does not know block dimensions of kind {kind};"
-        " it knows pl.Blocked, pl.Squeezed, pl.Element and pl.BoundedSlice."
+        f"coremesh's simulator does not know block dimensions of kind {kind},"
+        f" as in the BlockSpec of {mapping.origin}; it knows pl.Blocked,"
+        " pl.Squeezed, pl.Element and pl.BoundedSlice. Copy other blocks"
+        " yourself, with pltpu.async_copy."
       )
   return "".join(parts)
 
