@@ -23,6 +23,10 @@ def check(em: emitter.Emitter, part: access.Part, site: Any) -> None:
   declaration = part.declaration
   if _compat.memory_space_of_type(declaration.type) is None:
     return  # `jax.new_ref` of an array, which may be in any memory.
+  if any(
+    isinstance(t, kernel_ir.SharedSliceTransform) for t in part.transforms
+  ):
+    return  # The subcore's own VMEM, as a part of what all of them share.
   far = dict(_FAR)
   if em.is_sparse:
     far["vmem_shared"] = "the VMEM that subcores share"
