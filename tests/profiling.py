@@ -179,6 +179,38 @@ def ring(
   return fn, (shape(total, 128),)
 
 
+def subcores(rows: int, chip_name: str):
+  """x + 1 for an int32 [rows, 128] on all vector subcores, 8 rows at a time."""
+  chip = cm.chip(chip_name)
+  lanes, members = chip.sparse_core_lanes, chip.vector_subcores_per_sparse_core
+  blocks = rows // 8 // (chip.sparse_cores_per_device * members)
+
+  @cm.kernel(
+    mesh=chip.vector_subcores("core", "subcore"),
+    out=cm.like(0),
+    scratch=dict(block=pltpu.VMEM((8, 128), jnp.int32)),
+  )
+  def subcores(x_hbm, o_hbm, *, block):
+    core, member = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
+    worker = core * members + member
+
+    @pl.loop(0, blocks)
+    def _(i):
+      here = pl.ds(8 * (worker * blocks + i), 8)
+      pltpu.sync_copy(x_hbm.at[here], block)
+
+      @pl.loop(0, 8)
+      def _(row):
+        @pl.loop(0, 128, step=lanes)
+        def _(column):
+          register = (row, pl.ds(column, lanes))
+          block[register] = block[register] + 1
+
+      pltpu.sync_copy(block, o_hbm.at[here])
+
+  return subcores, (shape(rows, 128, dtype=jnp.int32),)
+
+
 def kernel(compiled: cm.Compiled) -> Operation:
   """The only kernel of a program."""
   [found] = [o for o in compiled.operations if o.kernel is not None]
@@ -192,6 +224,16 @@ RECORDED = {
   "v6e-gather": (gather, 16, "v6e:2x2"),
   "tpu7x-count": (count, 0, "tpu7x:2x2x1"),
   "v5p-swap": (swap, 256, "v5p:2x2x1"),
+  "v5p-subcores": (
+    functools.partial(subcores, chip_name="v5p:2x2x1"),
+    4 * 8 * 64,
+    "v5p:2x2x1",
+  ),
+  "tpu7x-subcores": (
+    functools.partial(subcores, chip_name="tpu7x:2x2x1"),
+    4 * 8 * 32,
+    "tpu7x:2x2x1",
+  ),
   "v6e-ring": (functools.partial(ring, chip_name="v6e:2x2"), 8, "v6e:2x2"),
 }
 
@@ -206,7 +248,9 @@ def _record() -> None:
   for name, (make, size, chip) in RECORDED.items():
     fn, args = make(size)
     compiled = cm.compile(fn, *args, chip=chip)
-    text = kernel(compiled).text("bundles")
+    operation = kernel(compiled)
+    stage = "bundles" if "bundles" in operation.texts else "sparsecore"
+    text = operation.text(stage)
     # Where the checkout is says nothing.
     text = text.replace(f"{pathlib.Path(__file__).parents[1]}/", "")
     (DUMPS / f"{name}.txt").write_text(text)

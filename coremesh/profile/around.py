@@ -16,6 +16,8 @@ from coremesh.profile.prediction import OperationPrediction
 _FREE = frozenset(
   ["parameter", "constant", "bitcast", "tuple", "get-tuple-element"]
   + ["copy-done", "after-all", "optimization-barrier", "partition-id"]
+  # Of what runs on SparseCores, its start has the code.
+  + ["call-update", "call-done"]
 )
 # Their code is their own, or that of what they call.
 _OWN_CODE = frozenset(["custom-call", "while", "conditional", "call"])

@@ -89,6 +89,8 @@ class Core:
     self._left_over: dict[int, int] = {}
     # Since when it waits where it is; None if it does not.
     self._since: int | None = None
+    # When all it has written so far is in HBM.
+    self._written = 0
 
   def _here(self) -> Repeat | None:
     is_on = self._block < len(self._blocks)
@@ -170,7 +172,9 @@ class Core:
     self.tally[event.kind] += num_bytes
     is_local = event.kind == "local"
     serve = self._servers.local if is_local else self._servers.copy
-    done = serve(self.trace.device, now, num_bytes)
+    done = serve(self.trace.device, self.trace.core, now, num_bytes)
+    if event.kind == "write":
+      self._written = max(self._written, done)
     self._come(event.flag, done, event.amount)
     self._note(event, now, done, num_bytes)
 
@@ -215,6 +219,8 @@ class Core:
         self._flags[event.flag] = self._flags.get(event.flag, 0) + event.amount
       case "set":
         self._clear(event.flag)
+      case "fence":
+        self._note_wait(event, now, max(now, self._written))
       case "delay":
         self._waited += event.amount * TICKS
         self._note(event, now, now + event.amount * TICKS, 0)
@@ -308,7 +314,8 @@ class Core:
     )
     then = None if self.next is None else self.next - now
     is_waiting = self._since is not None
-    return self._block, self._index, is_waiting, then, flags, coming
+    written = max(0, self._written - now)
+    return self._block, self._index, is_waiting, then, written, flags, coming
 
   def most_skips(self, times: int) -> int:
     """How often it could go so many times further through its block."""
@@ -329,6 +336,7 @@ class Core:
         self._since += count * ticks
       for key, amount in tally.items():
         self.tally[key] += count * amount
+    self._written += count * ticks
     for queue in self._coming.values():
       for i, (done, amount) in enumerate(queue):
         queue[i] = (done + count * ticks, amount)

@@ -53,13 +53,13 @@ class _Run:
     links: Links | None,
   ):
     targets = [(t.device, to) for t in traces for to in t.targets()]
-    devices = dict.fromkeys(t.device for t in traces)
-    servers = Servers(hbm, links, devices, targets)
+    places = [(t.device, t.core) for t in traces]
+    servers = Servers(hbm, links, places, targets)
     shared: dict[tuple[int, int], set[int]] = {}
     for _, to in targets:
       shared.setdefault((to.device, to.core), set()).add(to.flag)
     log = Log() if log is None else log
-    first = next(iter(devices), 0)
+    first = places[0][0] if places else 0
     self.cores = [
       Core(
         trace,
@@ -71,7 +71,7 @@ class _Run:
       for trace in traces
     ]
     self._samples = Samples(self.cores, servers, log)
-    self._index = {(t.device, t.core): i for i, t in enumerate(traces)}
+    self._index = {place: i for i, place in enumerate(places)}
     self._meetings: dict[tuple[int, int, int], list[int]] = {}
     self._queue: list[tuple[int, int]] = []
 

@@ -103,9 +103,9 @@ class Effects:
     """Refuses an instruction that decides what happens when."""
     note = f" ({notes[0]})" if notes else ""
     what = "a call"
-    if opcode.startswith("dma"):
+    if opcode.startswith(("dma", "stream")):
       what = "a copy of a form that is not known"
-    elif opcode.startswith("v"):
+    elif opcode.startswith(("v", "s")):
       what = "a signal or wait of a form that is not known"
     raise errors.UnsupportedError(
       f"Bundle {bundle:#x}{self.line(bundle)} holds {opcode}{note}: {what},"
@@ -219,6 +219,23 @@ class Effects:
       return
     target = addresses.of_signal(to)
     self._event(cycle, "signal", bundle, -1, amount, target)
+
+  def stream(
+    self,
+    cycle: int,
+    bundle: int,
+    kind: EventKind,
+    flag: Word,
+    words: Word,
+    count: Word,
+  ) -> None:
+    """A copy of a SparseCore, of so many words for each of some indices."""
+    self._event(cycle, kind, bundle, flag, words * count)
+
+  def fence(self, cycle: int, bundle: int) -> None:
+    """Waits for all that the core has copied to HBM."""
+    self._note_line(bundle)
+    self._event(cycle, "fence", bundle, 0, 0)
 
   def meet(self, cycle: int, bundle: int, barrier: Word) -> None:
     """A barrier of all subcores of a SparseCore."""

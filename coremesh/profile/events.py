@@ -19,6 +19,7 @@ type EventKind = Literal[
   "set",
   "delay",
   "meet",
+  "fence",
 ]
 
 type Way = Literal["core", "die", "link"]
@@ -54,7 +55,8 @@ class Event(NamedTuple):
     cycle: bundles issued before it.
     kind: "read" and "write" are DMAs from and to HBM, "local" is one that
       stays in the core, "send" one to another core. "signal" adds to the
-      semaphore of another core. At "meet" a core waits for all of its group.
+      semaphore of another core. At "meet" a core waits for all of its group, at
+      "fence" for all its writes.
     bundle: where.
     flag: the semaphore of its own core; -1 if it is not known, or none. Of a
       "meet" the barrier.

@@ -16,6 +16,7 @@ from coremesh.profile import (
   around,
   hlo,
   loops,
+  sparse_cores,
   summary,
   tensor_cores,
   units,
@@ -185,7 +186,8 @@ def _operation(
   if "bundles" in operation.texts:
     found = tensor_cores.timed(operation, chip, words, num_devices=count)
   else:
-    raise errors.UnsupportedError("It has no machine code that is read here.")
+    hlo_text = compiled.text("hlo")
+    found = sparse_cores.timed(operation, chip, hlo=hlo_text)
   if details is not None:
     details.programs[operation.name] = found.program
     details.activities[operation.name] = activity.of_operation(

@@ -8,6 +8,7 @@ from typing import Any
 from rich import box, console, table
 
 _WIDTH = 100
+_MOST_CORES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +38,11 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CorePrediction:
-  """One TensorCore.
+  """One TensorCore, or vector subcore of a SparseCore.
 
   Attributes:
-    core: its number in the device.
-    cycles: from the start of the operation to its own end.
+    core: its number in the device; of a subcore, among all of them.
+    cycles: from its start to its end.
     issued_cycles: bundles issued; the rest is waiting.
     waiting_cycles: for copies and other cores, central value.
     shares: of its cycles, central value, for which each unit is busy.
@@ -90,7 +91,7 @@ class OperationPrediction:
   Attributes:
     name: the HLO instruction.
     kernel: the kernel it runs; None for an operation of XLA's.
-    cycles: of the core that takes longest.
+    cycles: of the core that takes longest, with what starts SparseCores.
     microseconds: the same as time.
     floor_microseconds: what its bytes take at the bandwidth of JAX's table.
     limit: what bounds the slowest core: a unit, "DMA", "ICI", "waiting" for
@@ -218,8 +219,13 @@ def _operations(prediction: Prediction) -> table.Table:
 
 def _shares(operation: OperationPrediction) -> table.Table:
   names = list(operation.cores[0].shares)
-  made = _table(f"{operation.name}: busy share of cycles", "core", *names)
-  for core in operation.cores:
+  title = f"{operation.name}: busy share of cycles"
+  if len(operation.cores) > _MOST_CORES:
+    title += f", {_MOST_CORES} slowest of {len(operation.cores)} cores"
+  made = _table(title, "core", *names)
+  shown = sorted(operation.cores, key=lambda core: -core.cycles.central)
+  shown = sorted(shown[:_MOST_CORES], key=lambda core: core.core)
+  for core in shown:
     cells = [f"{core.shares[n]:.0%}" for n in names]
     made.add_row(str(core.core), *cells)
   return made

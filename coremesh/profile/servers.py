@@ -22,13 +22,16 @@ class Hbm:
   Attributes:
     bytes_per_cycle: reads and writes of all cores together.
     latency_cycles: from the end of a transfer to when its semaphore says so.
+    core_bytes_per_cycle: of one core; None if it can take all of them.
   """
 
   bytes_per_cycle: float
   latency_cycles: float
+  core_bytes_per_cycle: float | None = None
 
   def __post_init__(self):
-    if self.bytes_per_cycle <= 0 or self.latency_cycles < 0:
+    rates = (self.bytes_per_cycle, self.core_bytes_per_cycle or 1)
+    if min(rates) <= 0 or self.latency_cycles < 0:
       raise ValueError(
         "bytes_per_cycle must be positive and latency_cycles not negative; got"
         f" {self}."
@@ -92,7 +95,7 @@ class Servers:
     self,
     hbm: Hbm,
     links: Links | None,
-    devices: Iterable[int],
+    cores: Iterable[tuple[int, int]],
     targets: Iterable[tuple[int, Target]],
   ):
     """Makes the servers.
@@ -100,12 +103,18 @@ class Servers:
     Args:
       hbm: of each device.
       links: between them; None if no targets need any.
-      devices: their numbers.
+      cores: the device and number of each core.
       targets: the device that sends and the receiver, of all copies.
     """
     self._links = links
     self._latency = round(hbm.latency_cycles * TICKS)
-    self._hbm = {d: Server(hbm.bytes_per_cycle) for d in devices}
+    cores = list(cores)
+    self._hbm = {
+      device: Server(hbm.bytes_per_cycle)
+      for device in dict.fromkeys(device for device, _ in cores)
+    }
+    own = hbm.core_bytes_per_cycle
+    self._own = {core: Server(own) for core in cores} if own else {}
     self._ways: dict[tuple[int, Target], Server] = {}
     made: dict[tuple[int, int, str], Server] = {}
     for device, to in targets:
@@ -120,14 +129,20 @@ class Servers:
       if way not in made:
         made[way] = Server(rate)
       self._ways[device, to] = made[way]
-    self.all = (*self._hbm.values(), *made.values())
+    servers = (self._hbm, self._own, made)
+    self.all = tuple(server for of in servers for server in of.values())
 
-  def copy(self, device: int, start: int, num_bytes: int) -> int:
+  def copy(self, device: int, core: int, start: int, num_bytes: int) -> int:
     """When a copy from or to HBM is done."""
-    return self._hbm[device].serve(start, num_bytes) + self._latency
+    through = self._hbm[device].serve(start, num_bytes)
+    if self._own:
+      through = max(through, self._own[device, core].serve(start, num_bytes))
+    return through + self._latency
 
-  def local(self, device: int, start: int, num_bytes: int) -> int:
+  def local(self, device: int, core: int, start: int, num_bytes: int) -> int:
     """When a copy inside a core is done: no slower than one over HBM."""
+    if self._own:
+      return self._own[device, core].serve(start, num_bytes)
     return start + self._hbm[device].transfer(num_bytes)
 
   def send(
@@ -136,10 +151,11 @@ class Servers:
     """When a copy to another core has left, and when it has arrived."""
     left = self._ways[device, to].serve(start, num_bytes) + self._latency
     if to.source == "hbm":
-      left = max(left, self.copy(device, start, num_bytes))
+      read = self._hbm[device].serve(start, num_bytes) + self._latency
+      left = max(left, read)
     arrived = left + self.way(to)
     if to.place == "hbm":
-      written = self.copy(to.device, start, num_bytes)
+      written = self._hbm[to.device].serve(start, num_bytes) + self._latency
       arrived = max(arrived, written + self.way(to))
     return left, arrived
 

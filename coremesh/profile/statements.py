@@ -12,6 +12,11 @@ WITHOUT_EFFECT = frozenset(
   ]
 )
 _MEMORIES = {"hbm", "vmem", "smem"}
+# What decides when things happen, so that each form of it must be known.
+_TIMED = (
+  *("vsync", "vwait", "inlined_call"),
+  *("stream", "swait", "ssync", "sbarrier", "task"),
+)
 # How a wait compares, by the second word of its opcode, and what is added to
 # its number. Semaphores rise, so that one is equal when it has come so far.
 _WAITS = {"ge": 0, "eq": 0, "gt": 1}
@@ -56,13 +61,18 @@ def statement(
       return f"H.delay({at}, {words[0]})"
     case "meet":
       return f"H.meet({at}, {words[0]})"
+    case "fence":
+      return f"H.fence({at})"
+    case "stream.read" | "stream.write" | "stream.local":
+      kind = opcode.removeprefix("stream.")
+      return f"H.stream({at}, {kind!r}, {', '.join(words)})"
   kind, _, rest = opcode.partition(".")
   relation = rest.split(".")[0]
   if kind == "vwait" and relation in _WAITS and len(words) == 2:
     return f"H.wait({at}, {words[0]}, {words[1]} + {_WAITS[relation]})"
   if kind == "dma":
     return _copy(slot, at, named, spaces) or _refusal(slot, bundle)
-  if kind.startswith(("vsync", "vwait", "inlined_call")):
+  if kind.startswith(_TIMED):
     return _refusal(slot, bundle)
   return f"H.unknown({bundle}, {opcode!r})"
 

@@ -29,7 +29,10 @@ def of_operation(
   read = sum(t.read_bytes for t in central)
   written = sum(t.written_bytes for t in central)
   total = estimates.bounded_by_bytes(
-    {w: max(t.cycles for t in timings[w]) for w in estimates.MODELS},
+    {
+      which: timed.before_cycles.get(which, 0) + max(t.cycles for t in found)
+      for which, found in timings.items()
+    },
     read + written,
     rate,
   )

@@ -23,6 +23,8 @@ class Timed:
     log: copies and waits of the central model.
     links: what lies between the cores, of the central model; None if they
       send each other nothing.
+    before_cycles: from the start of the operation to that of its cores, by the
+      model; {} if they start at once.
     assumed: what was taken for granted beside what the traces say.
   """
 
@@ -32,4 +34,5 @@ class Timed:
   timings: Mapping[str, tuple[CoreTiming, ...]]
   log: Log
   links: Links | None = None
+  before_cycles: Mapping[str, float] = dataclasses.field(default_factory=dict)
   assumed: tuple[str, ...] = ()

@@ -1,0 +1,224 @@
+"""Tests for coremesh.profile.sparse_cores: kernels of vector subcores.
+
+The recorded programs add one to 8 x 128 words at a time, in 4 rounds.
+"""
+
+import functools
+import importlib
+import re
+
+import pytest
+
+import coremesh as cm
+from coremesh.compiler.compiled import Operation
+from coremesh.errors import UnsupportedError
+from coremesh.profile import (
+  effects,
+  rates,
+  scalar,
+  sparse_assembly,
+  sparse_cores,
+  translate,
+)
+from coremesh.profile.events import Trace
+from tests import profiling, support
+
+_RECORDED = {"v5p-subcores": "v5p:2x2x1", "tpu7x-subcores": "tpu7x:2x2x1"}
+_BLOCK_WORDS = 8 * 128
+_ROUNDS = 4
+
+recorded = pytest.mark.parametrize(("name", "chip"), [*_RECORDED.items()])
+every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
+
+
+def _trace(text: str, **place) -> Trace:
+  [function] = [
+    f
+    for f in sparse_assembly.functions(text, "tec")
+    if f.name.startswith("execute")
+  ]
+  code = translate.Code(function.program, delay_slots=0)
+  return scalar.trace_code(
+    code, effects.Place(core=0, **place), granule_bytes=4
+  )
+
+
+def _timed(text: str, chip: str):
+  operation = Operation(name="k", kernel="k", texts={"sparsecore": text})
+  return sparse_cores.timed(operation, cm.chip(chip), hlo="")
+
+
+@recorded
+def test_every_round_copies_a_block_in_and_out(name, chip):
+  del chip
+  trace = _trace(profiling.recorded(name))
+  moved = {k: 0 for k in ("read", "write")}
+  for event in trace.each_event():
+    if event.kind in moved:
+      assert event.amount == _BLOCK_WORDS
+      moved[event.kind] += 1
+  assert moved == {"read": _ROUNDS, "write": _ROUNDS}
+  assert not trace.assumed
+
+
+@recorded
+def test_bundles_are_issued_so_often_that_each_register_is_stored_once(
+  name, chip
+):
+  """Which is so with the right number of delay slots alone."""
+  text = profiling.recorded(name)
+  lanes = cm.chip(chip).sparse_core_lanes
+
+  def stores() -> int:
+    trace = _trace(text)
+    functions = sparse_assembly.functions(text, "tec")
+    program = functions[-1].program
+    executions = trace.executions(len(program.bundles))
+    return sum(
+      int(executions[b.index]) * [s.opcode for s in b.slots].count("vst")
+      for b in program.bundles
+    )
+
+  copies = 2 * _ROUNDS  # Beside each stands a store of nothing.
+  expected = _ROUNDS * _BLOCK_WORDS // lanes + copies
+  assert stores() == expected
+  if "$4" in text:  # It says how many itself.
+    return
+  for wrong in (1, 3):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(sparse_assembly, "_DELAY_SLOTS", wrong)
+      try:
+        assert stores() != expected
+      except UnsupportedError as error:  # Its counter does not change.
+        assert "has no end" in str(error)
+
+
+@recorded
+def test_all_subcores_of_a_device_run_and_share_its_hbm(name, chip):
+  found = _timed(profiling.recorded(name), chip)
+  device = cm.chip(chip)
+  subcores = device.vector_subcores_per_sparse_core
+  count = device.sparse_cores_per_device * subcores
+  assert sorted(t.core for t in found.traces) == list(range(count))
+  read = sum(t.read_bytes for t in found.timings["central"])
+  assert read == count * _ROUNDS * _BLOCK_WORDS * 4
+  for which, cores in found.timings.items():
+    assert all(not core.left_over for core in cores)
+    rate = found.rates.hbm(which)
+    assert max(c.cycles for c in cores) >= 2 * read / rate.bytes_per_cycle
+
+
+def test_a_block_of_double_the_words_takes_longer_by_their_transfer():
+  text = profiling.recorded("v5p-subcores")
+  double = text.replace("$0x400, $0x38", "$0x800, $0x38")
+  double = re.sub(r"(swait\.ge \[sflag:s\d+\], )\$0x400", r"\1$0x800", double)
+  double = double.replace("0xFFFFFC00", "0xFFFFF800")
+  assert double != text
+  one, two = (_timed(t, "v5p:2x2x1") for t in (text, double))
+  ends = [max(c.cycles for c in f.timings["central"]) for f in (one, two)]
+  moved = sum(c.read_bytes + c.written_bytes for c in one.timings["central"])
+  rate = one.rates.hbm("central").bytes_per_cycle
+  # What is moved more holds HBM for longer; latencies stay.
+  assert 0.5 * moved / rate <= ends[1] - ends[0] <= 1.5 * moved / rate
+
+
+def test_without_its_copy_the_deadlock_names_the_wait():
+  text = profiling.recorded("v5p-subcores")
+  cut = re.sub(
+    r"\[tilespmem:\w+\], \[sflag:[^=]*= stream\.linear\.gather[^;]*;",
+    "",
+    text.replace("\t", " "),
+  )
+  with pytest.raises(UnsupportedError) as error:
+    _timed(cut, "v5p:2x2x1")
+  assert "core 0 of device 0 waits at bundle" in str(error.value)
+  assert "to hold 1024, where all that is sent to it makes 0" in str(
+    error.value
+  )
+
+
+def test_a_stream_of_a_form_that_is_not_known_is_named():
+  text = profiling.recorded("v5p-subcores")
+  other = text.replace("stream.linear.gather", "stream.folded.gather")
+  with pytest.raises(UnsupportedError, match="stream.folded.gather: a copy of"):
+    _timed(other, "v5p:2x2x1")
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("tec\nexecute0:\n0x0: { _ = snop  }\n.Lfunc_end0:\n", "that halts"),
+    ("tec\nexecute0:\n0x0: { nonsense  }\n0x1: { _ = shalt }\n.Lfunc_end0:\n",
+     "'result = opcode operands'"),
+    ("tec\nexecute0:\n0x0: { (pc) = sbr.rel .L1-.L2 }\n0x1: { _ = shalt }\n"
+     ".Lfunc_end0:\n", "a label of their function"),
+  ],
+)  # fmt: skip
+def test_text_of_another_form_is_an_error_that_says_so(text, expected):
+  with pytest.raises(UnsupportedError, match=expected):
+    sparse_assembly.functions(text, "tec")
+
+
+def test_a_delay_is_so_many_empty_bundles():
+  text = (
+    "tec\nexecute0:\n0x0: { s1 = simm.s32 $0x3; _ = sdelay $0x4  }\n"
+    "0x1: { _ = sdelay $0x1 }\n0x2: { _ = shalt }\n.Lfunc_end0:\n"
+  )
+  assert _trace(text).cycles == 5 + 2 + 1
+
+
+def test_where_a_subcore_is_is_what_it_reads():
+  text = (
+    "tec\nexecute0:\n0x0: { s1 = srdreg.scid;\n s2 = stileid.u32  }\n"
+    "0x1: { s1 = sshll.u32 s1, $0x4  }\n0x2: { s1 = sor.u32 s1, s2  }\n"
+    "0x3: { _ = swait.ge [sflag:$0x1], s1  }\n0x4: { _ = shalt }\n"
+    ".Lfunc_end0:\n"
+  )
+  [event] = _trace(text, group=3, member=5).each_event()
+  assert event.amount == 3 * 16 + 5
+
+
+@functools.cache
+def _predicted(chip: str, rows: int) -> cm.OperationPrediction:
+  fn, args = profiling.subcores(rows, chip)
+  [found] = cm.predict(fn, *args, chip=chip).kernels
+  return found
+
+
+@every_chip
+def test_a_kernel_of_subcores_is_predicted_with_its_assumptions(chip):
+  device = cm.chip(chip)
+  workers = (
+    device.sparse_cores_per_device * device.vector_subcores_per_sparse_core
+  )
+  small, large = (_predicted(chip, 8 * workers * n) for n in (4, 64))
+  for found, rounds in ((small, 4), (large, 64)):
+    num_bytes = 2 * 4 * 8 * 128 * workers * rounds
+    moved = sum(c.read_bytes + c.written_bytes for c in found.cores)
+    assert moved == num_bytes
+    assert found.microseconds.low > found.floor_microseconds
+    assert "half to all of the TensorCore's clock" in found.assumed[0]
+    assert "for the scalar subcore to start it" in found.assumed[1]
+    assert found.microseconds.high > 1.5 * found.microseconds.low
+  assert large.microseconds.central > 4 * small.microseconds.central
+
+
+@every_chip
+def test_the_example_of_subcores_is_predicted(chip):
+  example = importlib.import_module("examples.sc_add_one")
+  config = importlib.import_module("configs.sc_add_one").get_config()
+  device = cm.chip(chip)
+  make, args = example.case(device, config)
+  fn = make(device, device.device_mesh("device", on="compiler"))
+  [found] = cm.predict(fn, *args).kernels
+  size = config.rows_per_device * config.columns * 4
+  assert sum(c.read_bytes for c in found.cores) == size
+  assert sum(c.written_bytes for c in found.cores) == size
+  latency = rates.rates(device).hbm_latency_seconds.fast * 1e6
+  assert found.microseconds.low > 2 * latency
+
+
+def test_a_kernel_of_scalar_subcores_is_an_error_that_says_so():
+  text = "scs\n" + profiling.recorded("v5p-subcores").split("\ntec\n")[0][4:]
+  with pytest.raises(UnsupportedError, match="none of scalar subcores"):
+    _timed(text, "v5p:2x2x1")
