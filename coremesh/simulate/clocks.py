@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
+import weakref
 
 import numpy as np
 
@@ -92,12 +93,22 @@ class Access:
 
 
 class Records:
-  """Accesses by number, equal ones once; sets of them by number."""
+  """Accesses by number, equal ones once; sets of them by number.
+
+  Attributes:
+    accesses: those that some state names, and those since they were counted.
+    sets: as tuples of numbers; set 0 is the empty one.
+    settled: of accesses that no state names any more, the events by thread,
+      but for those that all workers know of.
+  """
 
   def __init__(self):
-    # Number 0 is no access at all, and the empty set.
-    self.accesses: list[Any] = [None]
-    self.sets: list[tuple[int, ...]] = [()]
+    self.accesses: dict[int, Access] = {}
+    self.sets: dict[int, tuple[int, ...]] = {0: ()}
+    self.settled: dict[int, np.ndarray] = {}
+    self._states: weakref.WeakSet[Any] = weakref.WeakSet()
+    self._num_accesses, self._num_sets = 0, 1
+    self._limit = _FEWEST
     self._numbers: dict[Any, int] = {}
     self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
     # The states that accesses which race with nothing leave, by state before.
@@ -111,23 +122,75 @@ class Records:
     key = (thread, event, id(site), kind)
     number = self._numbers.get(key)
     if number is None:
-      number = self._numbers[key] = len(self.accesses)
-      self.accesses.append(Access(thread, event, site, kind, who))
+      number = self.new_number(thread, event, site, kind, who)
+      self._numbers[key] = number
     return number
 
   def new_number(
     self, thread: int, event: int, site: Any, kind: str, who: Any
   ) -> int:
     """The number of an access that is the only one of its event."""
-    self.accesses.append(Access(thread, event, site, kind, who))
-    return len(self.accesses) - 1
+    self._num_accesses += 1
+    access = Access(thread, event, site, kind, who)
+    self.accesses[self._num_accesses] = access
+    return self._num_accesses
 
   def set_number(self, members: tuple[int, ...]) -> int:
     number = self._set_numbers.get(members)
     if number is None:
-      number = self._set_numbers[members] = len(self.sets)
-      self.sets.append(members)
+      number = self._set_numbers[members] = self._num_sets
+      self.sets[number] = members
+      self._num_sets += 1
     return number
+
+  def watch(self, holder: Any) -> None:
+    """Keeps what a `state` names, an array or one number, while it is there."""
+    self._states.add(holder)
+
+  @property
+  def is_full(self) -> bool:
+    """Whether it is time to `settle`: there is much that was not there then."""
+    return len(self.accesses) + len(self.harmless) > self._limit
+
+  def settle(self, known: Clock) -> None:
+    """Forgets the accesses that no state names: nothing can race with them.
+
+    Numbers that were given before count no more, but for those in states.
+
+    Args:
+      known: of each thread the last event that all workers know of.
+    """
+    named = np.zeros(self._num_sets, bool)
+    for holder in self._states:
+      state = np.asarray(holder.state)
+      named[state & _LOWER] = True
+      named[state >> 32] = True
+    named[0] = True
+    self.sets = {n: self.sets[n] for n in np.flatnonzero(named).tolist()}
+    self._set_numbers = {members: n for n, members in self.sets.items()}
+    live = {n for members in self.sets.values() for n in members}
+    self._keep_events(live, known)
+    self.accesses = {n: self.accesses[n] for n in sorted(live)}
+    self.seen = collections.defaultdict(
+      set, {n: self.seen[n] & live for n in live if n in self.seen}
+    )
+    self._numbers.clear()
+    self.harmless.clear()
+    self._limit = _FEWEST + 2 * len(live)
+
+  def _keep_events(self, live: set[int], known: Clock) -> None:
+    """Keeps the events of accesses that go, unless all know of them."""
+    events = {thread: old.tolist() for thread, old in self.settled.items()}
+    for number, access in self.accesses.items():
+      if number not in live:
+        events.setdefault(access.thread, []).append(access.event)
+    self.settled = {}
+    for thread, found in events.items():
+      kept = np.unique(np.array(found))
+      if thread < len(known):
+        kept = kept[kept > known[thread]]
+      if kept.size:
+        self.settled[thread] = kept
 
   def are_adds(self, members: tuple[int, ...]) -> bool:
     """Whether a set is one of additions (and what they add to)."""
@@ -153,11 +216,12 @@ class Shadow:
       the writes in the lower.
   """
 
-  __slots__ = ("_records", "state")
+  __slots__ = ("__weakref__", "_records", "state")
 
   def __init__(self, shape: tuple[int, ...], records: Records):
     self._records = records
     self.state = np.zeros(shape, np.int64)
+    records.watch(self)
 
   def read(
     self, part: np.ndarray, number: int, clock: Clock
@@ -295,5 +359,7 @@ class Shadow:
 
 
 _LOWER = (1 << 32) - 1
+# So many accesses are kept at least: settling takes time.
+_FEWEST = 10_000
 # Of up to so many elements, those of a register, the state is looked up whole.
 FEW = 64

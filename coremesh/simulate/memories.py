@@ -163,7 +163,9 @@ class Memories(state.State):
     """The worker leaves the scope of its own memory."""
     if isinstance(member, memory.Buffer) and member.owner is worker:
       self.leave(worker, member, site)
-      member.family.members[member.place] = memory.Remains(member)
+      remains = memory.Remains(member)
+      self.records.watch(remains)
+      member.family.members[member.place] = remains
 
   def load(
     self,
@@ -239,6 +241,15 @@ class Memories(state.State):
     self.changes += bool(value)
     worker.polled_at = site
     return old
+
+  def settle(self) -> None:
+    """Forgets accesses with which nothing can race any more."""
+    width = max(len(worker.clock) for worker in self.workers)
+    known = [clocks.widened(w.clock, width)[:width] for w in self.workers]
+    self.records.settle(np.minimum.reduce(known))
+    for worker in self.workers:
+      worker.read_numbers.clear()
+      worker.write_numbers.clear()
 
   # --- memory that nobody wrote ----------------------------------------------
 

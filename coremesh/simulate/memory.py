@@ -113,7 +113,7 @@ class Remains:
     state: what its shadow notes of each element: that the owner has left.
   """
 
-  __slots__ = ("entered", "owner", "state")
+  __slots__ = ("__weakref__", "entered", "owner", "state")
 
   def __init__(self, buffer: Buffer):
     self.owner = buffer.owner
@@ -182,8 +182,7 @@ class Semaphore:
   Attributes:
     count: its value.
     signals: amounts, each with its sender's clock and line, of which waits
-      have not taken all.
-    taken: how much of these waits have taken. Which ones nobody can say.
+      have not taken all, but for those that tell its owner nothing new.
     waiter: the worker blocked on it and the count it needs, or None.
     arrivals: DMAs under way that will signal it.
   """
@@ -194,7 +193,6 @@ class Semaphore:
     "count",
     "index",
     "signals",
-    "taken",
     "waiter",
   )
 
@@ -203,7 +201,6 @@ class Semaphore:
     self.index = index
     self.count = 0
     self.signals: list[tuple[int, Any, Any]] = []
-    self.taken = 0
     self.waiter: Any = None
     self.arrivals: list[Any] = []
 

@@ -8,7 +8,7 @@ that the other's signal would have told.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import itertools
 from typing import Any
 
@@ -29,16 +29,11 @@ def check(mach: machine.Machine) -> None:
     return
   ends = _ends(mach)
   acts = _acts(mach)
-  received = defaultdict(list)
-  for sender, semaphore, clock, site in mach.meets:
-    received[semaphore].append((sender, clock, site))
-  for semaphore, signals in received.items():
-    senders = {sender: None for sender, _, _ in signals}
-    if len(senders) > _MAX_SENDERS:
+  for semaphore, last in mach.meets.items():
+    if len(last) > _MAX_SENDERS:
       continue
-    last = {sender: (clock, site) for sender, clock, site in signals}
-    for early, late in itertools.permutations(senders, 2):
-      known = _known(ends[early.device], signals, without=late)
+    for early, late in itertools.permutations(last, 2):
+      known = _known(ends[early.device], last, without=late)
       clock, site = last[late]
       if _tells_more(clock, known, acts):
         _report(mach, semaphore, early, f"{late}: {site}")
@@ -57,18 +52,23 @@ def _ends(mach: machine.Machine) -> Mapping[int, clocks.Clock]:
 def _acts(mach: machine.Machine) -> Mapping[int, np.ndarray]:
   """Events of each thread that others may have to know of."""
   acts = defaultdict(lambda: {1})  # The first is its entry.
-  for access in mach.records.accesses[1:]:
+  for access in mach.records.accesses.values():
     acts[access.thread].add(access.event)
+  for thread, events in mach.records.settled.items():
+    acts[thread].update(events.tolist())
   for worker in mach.workers:
     acts[worker.thread].add(1)
   return {thread: np.array(sorted(events)) for thread, events in acts.items()}
 
 
 def _known(
-  end: clocks.Clock, signals: Iterable[Any], *, without: machine.Worker
+  end: clocks.Clock,
+  last: Mapping[machine.Worker, tuple[clocks.Clock, Any]],
+  *,
+  without: machine.Worker,
 ) -> clocks.Clock:
   known = end
-  for sender, clock, _ in signals:
+  for sender, (clock, _) in last.items():
     if sender is not without:
       known = clocks.joined(known, clock)
   return known

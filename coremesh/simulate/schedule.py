@@ -43,6 +43,8 @@ def run(
       mach.turns += 1
       if mach.turns > most:
         _give_up(mach)
+      if mach.records.is_full:
+        mach.settle()
       polls = mach.polls
       try:
         next(worker.program)

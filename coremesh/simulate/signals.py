@@ -32,7 +32,9 @@ class Signals(memories.Memories):
           )
       clock = worker.release()
       if owner is None:
-        self.meets.append((worker, semaphore, clock, site))
+        senders = self.meets.setdefault(semaphore, {})
+        senders.pop(worker, None)  # In the order of the last signals.
+        senders[worker] = clock, site
       self._raise(semaphore, amount, clock, (worker, site))
     else:
       self._raise(semaphore, amount, None, (worker, site))
@@ -70,10 +72,23 @@ class Signals(memories.Memories):
     if decrement:
       semaphore.count -= amount
       self.changes += 1
-      semaphore.taken += amount
       if semaphore.count == 0 and not semaphore.arrivals:
-        semaphore.signals, semaphore.taken = [], 0
+        semaphore.signals = []
+      elif len(semaphore.signals) > _MAX_SIGNALS:
+        self._forget_signals(worker, semaphore)
     return True
+
+  def _forget_signals(self, worker, semaphore) -> None:
+    """Forgets signals that can tell the owner of a semaphore nothing new.
+
+    Those it knows of cannot be what the largest amounts of others tell more
+    than. The last one stays, to be named if the semaphore is left raised.
+    """
+    *earlier, last = semaphore.signals
+    semaphore.signals = [
+      *(s for s in earlier if s[1] is not None and not _is_known(worker, s)),
+      last,
+    ]
 
   def _learn(self, worker, semaphore, amount) -> None:
     """Learns what the senders knew, whichever signals the wait has taken.
@@ -163,3 +178,14 @@ class Signals(memories.Memories):
         other.blocked_on = None
         self.ready.append(other)
     return True
+
+
+def _is_known(worker: Worker, signal: tuple[int, clocks.Clock, Any]) -> bool:
+  """Whether a worker knows all that a signal tells."""
+  _, clock, (sender, _) = signal
+  event = int(clock[sender.thread])
+  return clocks.reaches(worker.clock, sender.thread, event)
+
+
+# A wait looks through so many signals at most, and those it learns from.
+_MAX_SIGNALS = 32

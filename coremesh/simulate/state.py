@@ -30,8 +30,8 @@ class State:
   Attributes:
     polls: how often workers have looked at something without waiting for it.
     changes: how often anything has changed that they could look at.
-    meets: the signals of barrier semaphores, which outlive the kernel: who,
-      which, what was known, and where.
+    meets: of each barrier semaphore, which outlives the kernel, the last signal
+      of each sender: what that knew, as of all before, and where.
     timeline: the `Recorder` of what workers do, None if nobody asked for it.
   """
 
@@ -64,7 +64,9 @@ class State:
     self._atomic_clocks: dict[tuple[memory.Buffer, Any], clocks.Clock] = {}
     self.findings: list[findings.Finding] = []
     self.bytes_moved: Counter[tuple[Any, ...]] = Counter()
-    self.meets: list[tuple[Worker, memory.Semaphore, clocks.Clock, Site]] = []
+    self.meets: dict[
+      memory.Semaphore, dict[Worker, tuple[clocks.Clock, Site]]
+    ] = {}
     self._seen: set[Any] = set()
     self._raced: set[Site] = set()
     self._unwritten_reads: dict[Any, tuple[Site, str]] = {}
