@@ -43,10 +43,12 @@ def shares(
     between: [n + 1] from `edges`.
 
   Returns:
-    [n] float64 for each name.
+    [n] float64 for each name, from 0 to 1. An instruction counts when it is
+    issued, so that a short stretch may hold more than a unit works off in it;
+    that is cut.
   """
   found = activity.shares(between)
   copies = {
     name: activity.spans(kind).share(between) for name, kind in COPIES.items()
   }
-  return {name: {**found, **copies}[name] for name in NAMES}
+  return {n: np.clip({**found, **copies}[n], 0, 1) for n in NAMES}

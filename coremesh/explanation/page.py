@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coremesh.compiler.ledger import Entry, Ledger
-from coremesh.explanation import life, record, words
+from coremesh.explanation import life, memory, words
 from coremesh.explanation.findings import Findings
 from coremesh.explanation.hot_lines import HotLine
 from coremesh.explanation.roofline import Roofline
@@ -123,28 +123,23 @@ def _ledger(ledger: Ledger) -> Table:
   )
   for entry in ledger.entries:
     made.add_row(*_buffer(entry, ledger), style="dim")
-  for memory in record.MEMORIES:
-    predicted = ledger.predicted(memory)
-    used = ledger.used_vmem_bytes if memory == "VMEM" else None
-    limit = ledger.limit(memory)
-    amount = predicted if used is None else used
-    spilled = ledger.spilled_bytes if memory == "VMEM" else 0
+  for name in memory.MEMORIES:
+    limit, held = ledger.limit(name), memory.held(ledger, name)
+    spilled = ledger.spilled_bytes if name == "VMEM" else 0
     made.add_row(
-      memory,
+      name,
       "in all",
       f"{words.num_bytes(spilled)} of it spilled" if spilled else "",
-      _amount(predicted, memory),
-      _amount(used, memory),
-      _amount(limit, memory),
-      f"{amount / limit:.1%}" if limit else "",
-      style="red" if limit and amount > limit else "",
+      _amount(ledger.predicted(name), name),
+      _amount(ledger.used(name), name),
+      _amount(limit, name),
+      f"{held / limit:.1%}" if limit else "",
+      style="red" if limit and held > limit else "",
     )
   return made
 
 
 def _buffer(entry: Entry, ledger: Ledger) -> tuple[str, ...]:
-  is_kept = entry.is_block and entry.argument in ledger.kept_by_xla
-  used = "by XLA" if is_kept else "" if entry.is_used else "left out"
   kind = f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
   copies = f" x{entry.copies}" if entry.copies > 1 else ""
   return (
@@ -152,14 +147,14 @@ def _buffer(entry: Entry, ledger: Ledger) -> tuple[str, ...]:
     words.buffer_name(entry.name),
     f"{kind if entry.dtype else ''}{copies}",
     _amount(entry.amount_per_core, entry.memory),
-    used,
+    memory.fate(entry, ledger),
   )
 
 
-def _amount(amount: int | None, memory: str) -> str:
+def _amount(amount: int | None, name: str) -> str:
   if amount is None:
     return "-"
-  return f"{amount:,}" if memory == "semaphores" else words.num_bytes(amount)
+  return f"{amount:,}" if name == "semaphores" else words.num_bytes(amount)
 
 
 # --- time -------------------------------------------------------------------

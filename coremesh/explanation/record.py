@@ -10,18 +10,16 @@ import json
 import pathlib
 from typing import Any
 
-import numpy as np
-
 from coremesh import errors
 from coremesh.compiler.ledger import Ledger
-from coremesh.explanation import life
+from coremesh.explanation import life, memory
 from coremesh.explanation.findings import Findings
+from coremesh.explanation.hot_lines import HotLine
 from coremesh.explanation.roofline import Roofline
 from coremesh.profile.prediction import OperationPrediction
 
 FORMAT = "coremesh explanation"
 VERSION = 1
-MEMORIES = ("VMEM", "SMEM", "semaphores")
 _NUM_STRETCHES = 64
 
 
@@ -94,13 +92,13 @@ def _ledger(one: Ledger) -> dict[str, Any]:
     "chip": one.chip,
     "is_sparse": one.is_sparse,
     "memories": {
-      memory: {
-        "unit": "count" if memory == "semaphores" else "bytes",
-        "predicted_per_core": one.predicted(memory),
-        "used_per_core": one.used_vmem_bytes if memory == "VMEM" else None,
-        "limit_per_core": one.limit(memory),
+      name: {
+        "unit": "count" if name == "semaphores" else "bytes",
+        "predicted_per_core": one.predicted(name),
+        "used_per_core": one.used(name),
+        "limit_per_core": one.limit(name),
       }
-      for memory in MEMORIES
+      for name in memory.MEMORIES
     },
     "expected_vmem_bytes_per_core": one.expected_vmem_bytes,
     "spilled_bytes_per_core": one.spilled_bytes,
@@ -113,7 +111,7 @@ def _ledger(one: Ledger) -> dict[str, Any]:
         "dtype": entry.dtype,
         "copies": entry.copies,
         "amount_per_core": entry.amount_per_core,
-        "is_used": entry.is_used,
+        "fate": memory.fate(entry, one),
       }
       for entry in one.entries
     ],
@@ -146,10 +144,7 @@ def _operation(
     ],
     "assumed": list(operation.assumed),
     "roofline": roofline and _roofline(roofline),
-    "lines": [
-      dataclasses.asdict(line)
-      for line in found.hot_lines.get(operation.name, ())
-    ],
+    "lines": [_line(line) for line in found.hot_lines.get(operation.name, ())],
     "life": _life(operation, found),
   }
 
@@ -168,6 +163,16 @@ def _roofline(one: Roofline) -> dict[str, Any]:
   }
 
 
+def _line(line: HotLine) -> dict[str, Any]:
+  return dataclasses.asdict(line) | {
+    "ranges": [list(span) for span in line.ranges],
+    "bundles": [
+      dataclasses.asdict(bundle) | {"opcodes": list(bundle.opcodes)}
+      for bundle in line.bundles
+    ],
+  }
+
+
 def _life(
   operation: OperationPrediction, found: Findings
 ) -> Mapping[str, Any] | None:
@@ -182,7 +187,7 @@ def _life(
       {
         "core": activity.core,
         "busy_shares": {
-          name: [round(float(s), 4) for s in np.clip(share, 0, None)]
+          name: [round(float(s), 4) for s in share]
           for name, share in life.shares(activity, edges).items()
         },
       }

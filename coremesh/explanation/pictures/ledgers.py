@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from coremesh.compiler.ledger import Entry, Ledger
-from coremesh.explanation import words
+from coremesh.explanation import memory, words
 from coremesh.explanation.pictures import style
 
 _ROW_INCHES = 0.27
@@ -55,8 +55,8 @@ def _rows(ledger: Ledger) -> list[tuple[str, int, str, str]]:
     (
       _label(e),
       e.amount_per_core,
-      _COLOURS[e.memory] if e.is_used else style.LIGHT,
-      "" if e.is_used else "libtpu leaves it out",
+      style.LIGHT if memory.fate(e, ledger) else _COLOURS[e.memory],
+      memory.fate(e, ledger),
     )
     for e in ledger.entries
     if e.memory in _MEMORIES
@@ -67,14 +67,15 @@ def _rows(ledger: Ledger) -> list[tuple[str, int, str, str]]:
     amount = sum(row[1] for row in rest)
     found = found[: _MOST_BUFFERS - 1]
     found.append((f"{len(rest)} smaller ones", amount, style.GREY, ""))
-  for memory in _MEMORIES:
-    predicted = ledger.predicted(memory)
-    if memory == "VMEM" or predicted:
-      found.append((f"{memory}, predicted in all", predicted, style.BLUE, ""))
-  if (used := ledger.used_vmem_bytes) is not None:
-    spilled = ledger.spilled_bytes
-    note = f"{words.num_bytes(spilled)} spilled" if spilled else ""
-    found.append(("VMEM, libtpu used", used, style.VERMILION, note))
+  for name in _MEMORIES:
+    predicted, used = ledger.predicted(name), ledger.used(name)
+    if name == "SMEM" and not predicted and not used:
+      continue
+    found.append((f"{name}, predicted in all", predicted, style.BLUE, ""))
+    if used is not None:
+      spilled = ledger.spilled_bytes if name == "VMEM" else 0
+      note = f"{words.num_bytes(spilled)} spilled" if spilled else ""
+      found.append((f"{name}, libtpu used", used, style.VERMILION, note))
   return found
 
 
@@ -125,8 +126,7 @@ def _limit(ledger: Ledger, *, is_drawn: bool) -> str:
   limit = ledger.limit("VMEM")
   if limit is None:
     return "its limit of VMEM is not known"
-  used = ledger.used_vmem_bytes
-  amount = ledger.predicted("VMEM") if used is None else used
+  amount = memory.held(ledger, "VMEM")
   line = ", the black line" if is_drawn else ""
   return (
     f"{100 * amount / limit:.2g} % of the {words.num_bytes(limit)} of VMEM it"

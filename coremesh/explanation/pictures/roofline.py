@@ -145,4 +145,5 @@ def _work(one: Roofline) -> str:
     ("●", words.rate(one.matmul_flops, "FLOP"), one.matmul_flops),
     ("■", words.rate(one.vector_ops, "op"), one.vector_ops),
   )
-  return " ".join(f"{mark} {text}" for mark, text, work in parts if work)
+  found = [f"{mark} {text}" for mark, text, work in parts if work]
+  return " ".join(found) or "copies only,"

@@ -87,4 +87,4 @@ def _panel(axes: Any, edges: np.ndarray, rows: list) -> None:
 
 def _visible(share: np.ndarray) -> np.ndarray:
   """The share, at least a hairline where it is not 0."""
-  return np.where(share > _LEAST, np.clip(share, 0.03, 1), 0)
+  return np.where(share > _LEAST, np.maximum(share, 0.03), 0)
