@@ -1,0 +1,1 @@
+"""cm.predict held against the times that tokamax publishes."""
