@@ -1,12 +1,14 @@
 """Tests of the command `coremesh explain`."""
 
 import json
+import pathlib
 import re
+import shlex
 import sys
 
 import pytest
 
-from coremesh.cli import main, shapes
+from coremesh.cli import explain, main, shapes
 from coremesh.errors import UnsupportedError
 from coremesh.explanation import files
 
@@ -187,6 +189,22 @@ def test_a_function_that_takes_no_chip_is_told_of_arg(target):
   note = caught.value.__notes__[-1]
   assert "was called with the chip" in note
   assert "--arg f32[128,256]" in note
+
+
+_DOCS = pathlib.Path(__file__).parents[1] / "docs" / "explain.md"
+
+
+def test_every_command_of_the_docs_is_one(monkeypatch):
+  lines = re.findall(
+    r"^coremesh (explain [^#>\n]*)", _DOCS.read_text(), re.MULTILINE
+  )
+  assert len(lines) >= 8
+  asked = []
+  monkeypatch.setattr(explain, "run", lambda found: asked.append(found) or 0)
+  for line in lines:
+    assert main.main(shlex.split(line)) == 0
+  assert {"report"} == {found.out for found in asked if found.out}
+  assert ["f32[4096,512]"] in [found.arg for found in asked]
 
 
 @pytest.mark.parametrize(
