@@ -134,6 +134,100 @@ def test_workers_that_poll_for_what_never_comes_are_named():
   assert "turns nothing has changed" in text
 
 
+def _spin(flag):
+  """Until another worker has written to `flag`."""
+  jax.lax.while_loop(lambda seen: seen == 0, lambda seen: flag[0], flag[0])
+
+
+def _spinning(*, carries_count=False, writes=True):
+  """Core 0 writes to core 1's flag, for which core 1 spins on plain loads."""
+
+  def body(x_hbm, o_hbm, mine, one, flag, sent):
+    core = jax.lax.axis_index("core")
+    flag[0] = 0
+    one[0] = 1
+    pltpu.core_barrier(pltpu.get_barrier_semaphore(), core_axis_name="core")
+    if writes:
+
+      @pl.when(core == 0)
+      def _():
+        pltpu.make_async_remote_copy(
+          one, flag, sent.at[0], sent.at[1], device_id={"core": 1}
+        ).start()
+        pltpu.make_async_copy(one, one, sent.at[0]).wait()
+
+    @pl.when(core == 1)
+    def _():
+      if carries_count:
+        jax.lax.while_loop(
+          lambda state: state[1] == 0,
+          lambda state: (state[0] + 1, flag[0]),
+          (0, flag[0]),
+        )
+      else:
+        _spin(flag)  # the spin
+      if writes:
+        pltpu.make_async_copy(one, one, sent.at[1]).wait()
+
+    pltpu.sync_copy(x_hbm.at[pl.ds(0, 8)], mine)
+    pltpu.sync_copy(mine, o_hbm.at[pl.ds(core * 8, 8)])
+
+  smem = pltpu.SMEM((1,), np.int32)
+  return simulating.kernel(
+    body,
+    _X,
+    out=jax.ShapeDtypeStruct((16, 128), np.float32),
+    scratch_types=[
+      *(pltpu.VMEM((8, 128), np.float32), smem, smem),
+      pltpu.SemaphoreType.DMA((2,)),
+    ],
+    compiler_params=pltpu.CompilerParams(collective_id=0),
+  )
+
+
+@pytest.mark.parametrize("carries_count", [False, True])
+def test_a_worker_that_spins_on_loads_lets_others_run(carries_count):
+  made = _spinning(carries_count=carries_count)
+  # It sees the write, and races with it.
+  text = simulating.caught(made, "race", _X, seeds=range(3))
+  assert "load of 'flag'" in text
+  (y,) = made.run(_X, detect_races=False)
+  np.testing.assert_array_equal(y, np.tile(_X[:8], (2, 1)))
+
+
+def test_a_worker_that_spins_on_what_nobody_writes_is_named():
+  made = _spinning(writes=False)
+  text = simulating.caught(made, "endless", _X, seeds=range(2))
+  assert "1 of 2 workers only poll" in text
+  assert "device 0, core 1 polls by load of 'flag' at" in text
+  assert "simulate_schedule_test.py" in text
+  assert (
+    "changed by simulate_schedule_test.py" in text
+  )  # Its own `flag[0] = 0`.
+
+
+def test_a_long_loop_over_loads_is_not_endless():
+  def body(x_hbm, o_hbm, mine, numbers):
+    jax.lax.fori_loop(0, 64, lambda i, _: numbers.__setitem__(i, i), None)
+
+    def add(state):
+      i, total = state
+      return i + 1, total + numbers[jax.lax.rem(i, 64)]
+
+    last, total = jax.lax.while_loop(
+      lambda state: state[0] < 20_000, add, (0, 0)
+    )
+    mine[...] = jnp.full((8, 128), total - last, jnp.float32)
+    pltpu.sync_copy(mine, o_hbm)
+
+  made = _on_tensor_cores(body, pltpu.SMEM((64,), np.int32), cores=1)
+  (y,) = made.run(_X)
+  total = sum(i % 64 for i in range(20_000))
+  np.testing.assert_array_equal(
+    y, np.full((8, 128), total - 20_000, np.float32)
+  )
+
+
 _REGULAR = pltpu.SemaphoreType.REGULAR
 
 

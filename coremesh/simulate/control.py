@@ -36,11 +36,17 @@ def _while(em: emitter.Emitter, eqn: Any) -> None:
   cond_args = args[:num_cond]
   body_args = args[num_cond : num_cond + num_body]
   state = em.carried(args[num_cond + num_body :])
+  first = len(em.loads)
   with em.nest(), em.block("while True:"):
     (goes_on,) = em.inline(params["cond_jaxpr"], [*cond_args, *state])
     with em.block(f"if not {goes_on}:"):
       em.line("break")
     em.assign(state, em.inline(params["body_jaxpr"], [*body_args, *state]))
+    if em.loads[first:]:  # It may wait for what another worker writes.
+      values = "".join(f"{v}, " for v in state if not em.is_ref(v))
+      round_ = f"m.goes_round(w, ({values}), {em.loads[-1]})"
+      with em.block(f"if {round_}:"):
+        em.line("yield")
   em.bind(eqn, state)
 
 

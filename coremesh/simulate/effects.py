@@ -11,7 +11,7 @@ def _signal(em: emitter.Emitter, eqn: Any) -> None:
   )
   part = access.Part(em, ref, transforms)
   site = em.site(f"signal of {part.declaration.name!r}")
-  part.declaration.signallers.append(em.constants[str(site)].line)
+  part.declaration.changers.append(em.constants[str(site)].line)
   target = address.target(em, device_id, core)
   bank = address.reached(em, part, target, site)
   semaphore = part.semaphore(site, bank)
@@ -36,7 +36,8 @@ def _wait(em: emitter.Emitter, eqn: Any) -> None:
 def _semaphore_read(em: emitter.Emitter, eqn: Any) -> None:
   ref, transforms = eqn.params["args_tree"].unflatten(em.atoms(eqn.invars))
   part = access.Part(em, ref, transforms)
-  site = em.site(f"semaphore_read of {part.declaration.name!r}")
+  name = part.declaration.name
+  site = em.site(f"semaphore_read of {name!r}", name)
   # A loop that polls must let the others run.
   em.line("yield")
   em.bind(eqn, [em.let(f"m.observe(w, {part.semaphore(site)}, {site})")])
@@ -69,6 +70,7 @@ def _dma_start(em: emitter.Emitter, eqn: Any) -> None:
   site = em.site(
     f"copy from {src.declaration.name!r} to {dst.declaration.name!r}"
   )
+  dst.declaration.changers.append(em.constants[str(site)].line)
   target = address.target(em, device_id, None)
   dst_name = address.reached(em, dst, target, site)
   size = src.num_bytes()
@@ -91,7 +93,7 @@ def _semaphore_of(em, value: Any, site: Any, target: str | None) -> str:
   if value is None:
     return "None"
   part = access.Part(em, value)
-  part.declaration.signallers.append(em.constants[str(site)].line)
+  part.declaration.changers.append(em.constants[str(site)].line)
   return part.semaphore(site, address.reached(em, part, target, site))
 
 

@@ -50,7 +50,7 @@ class Declaration:
   mesh: Any = None
   num_buffers: int = 1
   is_block: bool = False
-  signallers: list[str] = dataclasses.field(default_factory=list)
+  changers: list[str] = dataclasses.field(default_factory=list)
 
   @property
   def is_of_tensor_core(self) -> bool:
@@ -134,6 +134,7 @@ class Emitter(Source):
     unused: results, of equations that do more than compute, nobody asks for.
     counted: results that count wherever they are; see `selects`.
     moves_blocks: whether what is written is a pipeline, outside its body.
+    loads: the places of the loads written so far.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
     operations: what notes, and may change, what synchronises.
@@ -178,6 +179,7 @@ class Emitter(Source):
     self.unused: set[Any] = set()
     self.counted: set[Any] = set()
     self.moves_blocks = False
+    self.loads: list[Name] = []
     self._live: dict[int, tuple[Any, list[Any]]] = {}
     self._line = "the kernel's start"
 
@@ -207,9 +209,9 @@ class Emitter(Source):
     """The line of the user's code that is written now."""
     return self._line
 
-  def site(self, what: str) -> Name:
-    """A name for this place in the user's code."""
-    return self.constant(machine.Site(what, self._line), "s")
+  def site(self, what: str, ref: str = "") -> Name:
+    """A name for this place in the user's code, of what is done to a ref."""
+    return self.constant(machine.Site(what, self._line, ref), "s")
 
   # --- programs --------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class Execution:
     for text in self._program.excess:
       self._mach.report("memory", text)
     try:
-      schedule.run(self._mach, signallers=self._program.signallers)
+      schedule.run(self._mach, changers=self._program.changers)
     finally:
       self._mach.report_unwritten()
     self.has_ended = True

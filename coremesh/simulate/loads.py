@@ -16,8 +16,10 @@ def _load(em: emitter.Emitter, part: access.Part, counts: Any = True) -> str:
     part: of a ref.
     counts: where the elements count: True, False, or a mask.
   """
-  site = em.site(f"load of {part.declaration.name!r}")
+  name = part.declaration.name
+  site = em.site(f"load of {name!r}", name)
   reach.check(em, part, site)
+  em.loads.append(site)
   operands = f"w, {part.name}, {part.steps(site)}, {site}"
   if counts is True:
     return f"m.load({operands})"
@@ -50,6 +52,7 @@ def _store(
 ) -> None:
   site = em.site(f"store to {part.declaration.name!r}")
   reach.check(em, part, site)
+  part.declaration.changers.append(em.constants[str(site)].line)
   steps = part.steps(site)
   if mask is None:
     em.line(f"m.store(w, {part.name}, {steps}, {value}, {site})")
@@ -265,7 +268,7 @@ def _fetch_and_add(em: emitter.Emitter, eqn: Any) -> None:
   ref, value, *indices, subcore = em.atoms(eqn.invars)
   declaration = em.refs[str(ref)]
   declaration.is_shared = True
-  site = em.site(f"fetch_and_add to {declaration.name!r}")
+  site = em.site(f"fetch_and_add to {declaration.name!r}", declaration.name)
   axis = tuple(em.mesh.shape)[-1]
   key = "".join(f"int({i}), " for i in indices)
   em.bind(

@@ -77,13 +77,13 @@ class Program:
   scoped: tuple[emitter.Declaration, ...]
   excess: tuple[str, ...] = ()
 
-  def signallers(self, name: str) -> list[str]:
-    """The lines that signal semaphores of a name."""
+  def changers(self, name: str) -> list[str]:
+    """The lines that signal semaphores, or write to memory, of a name."""
     lines = [
       line
       for declaration in (*self.operands, *self.scoped)
       if declaration is not None and declaration.name == name
-      for line in declaration.signallers
+      for line in declaration.changers
     ]
     return sorted(set(lines))
 

@@ -6,6 +6,7 @@ import math
 from coremesh.simulate import findings, machine, memory
 
 _MAX_LISTED = 12
+_MAX_PLACES = 4
 # Turns with polls until a DMA is done, if all are as late as can be; turns of
 # each worker, without a change, after which those that poll do so for ever.
 _MAX_POLLS = 64
@@ -15,13 +16,14 @@ _MAX_IDLE = 10_000
 def run(
   mach: machine.Machine,
   *,
-  signallers: Callable[[str], Sequence[str]] = lambda name: (),
+  changers: Callable[[str], Sequence[str]] = lambda name: (),
 ) -> None:
   """Runs all workers to their end, and the DMAs that nobody waited for.
 
   Args:
     mach: the machine, its workers ready.
-    signallers: the lines of the kernel that signal a semaphore of that name.
+    changers: the lines of the kernel that signal a semaphore of that name, or
+      write to a memory of it.
 
   Raises:
     DeadlockError: workers wait and nothing can wake them.
@@ -59,7 +61,7 @@ def run(
       num_idle = num_idle + 1 if mach.changes == changes else 0
       changes = mach.changes
       if num_idle > _MAX_IDLE * len(ready):
-        _stop_polling(mach, num_idle)
+        _stop_polling(mach, num_idle, changers)
       if num_polls > 2 * len(ready) + _MAX_POLLS:
         # Perhaps what they poll for is under way.
         num_polls = 0
@@ -69,7 +71,7 @@ def run(
       break
   waiting = [w for w in mach.workers if w.blocked_on is not None]
   if waiting:
-    mach.report("deadlock", _wait_for_graph(mach, waiting, signallers))
+    mach.report("deadlock", _wait_for_graph(mach, waiting, changers))
     raise findings.DeadlockError(mach.findings)
   for transfer in list(mach.pending):
     mach.deliver(transfer)
@@ -83,10 +85,15 @@ def _give_up(mach: machine.Machine) -> None:
   )
 
 
-def _stop_polling(mach: machine.Machine, num_turns: int) -> None:
+def _stop_polling(mach, num_turns, changers) -> None:
   polling = [w for w in mach.ready if w.polled_at is not None]
   lines = [f"{len(polling)} of {len(mach.workers)} workers only poll:"]
-  lines += [f"  {w} polls by {w.polled_at}" for w in polling[:_MAX_LISTED]]
+  for worker in polling[:_MAX_LISTED]:
+    lines.append(f"  {worker} polls by {worker.polled_at}")
+    places = changers(worker.polled_at.ref)[:_MAX_PLACES]
+    lines += [f"    changed by {place}" for place in places]
+    if not places:
+      lines.append("    no line of the kernel changes it")
   if len(polling) > _MAX_LISTED:
     lines.append(f"  ... and {len(polling) - _MAX_LISTED} more")
   lines.append(
@@ -126,7 +133,7 @@ def _deliver_due(mach: machine.Machine) -> bool:
   return False
 
 
-def _wait_for_graph(mach, waiting, signallers) -> str:
+def _wait_for_graph(mach, waiting, changers) -> str:
   lines = [f"{len(waiting)} of {len(mach.workers)} workers wait for ever:"]
   for worker in waiting[:_MAX_LISTED]:
     on = worker.blocked_on
@@ -135,7 +142,7 @@ def _wait_for_graph(mach, waiting, signallers) -> str:
     else:
       has = str(on)
     lines.append(f"  {worker} waits for {has} ({worker.blocked_at})")
-    lines += [f"    {line}" for line in _who_could(on, waiting, signallers)]
+    lines += [f"    {line}" for line in _who_could(on, waiting, changers)]
   if len(waiting) > _MAX_LISTED:
     lines.append(f"  ... and {len(waiting) - _MAX_LISTED} more")
   lines.append(
@@ -145,12 +152,12 @@ def _wait_for_graph(mach, waiting, signallers) -> str:
   return "\n".join(lines)
 
 
-def _who_could(on, waiting, signallers) -> list[str]:
+def _who_could(on, waiting, changers) -> list[str]:
   if isinstance(on, memory.Semaphore):
-    places = signallers(on.bank.family.name)
+    places = changers(on.bank.family.name)
     if not places:
       return ["no line of the kernel signals it"]
-    return [f"signalled by {place}" for place in places[:4]]
+    return [f"signalled by {place}" for place in places[:_MAX_PLACES]]
   blocked = set(map(id, waiting))
   absent = [w for w in waiting if w.blocked_on is not on and id(w) in blocked]
   return [f"{w} is at {w.blocked_at}" for w in absent[:2]]

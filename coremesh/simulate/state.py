@@ -114,6 +114,30 @@ class State:
     self._credit = self.rng.randrange(12)
     return True
 
+  def goes_round(
+    self, worker: Worker, state: Sequence[Any], site: Site
+  ) -> bool:
+    """Whether a worker in a loop that loads should let another run.
+
+    Such a loop may wait for what another worker writes. If nothing of its own
+    changes from round to round it does; else if it goes on for long.
+
+    Args:
+      worker: the worker, at the end of a round.
+      state: what the loop carries to the next.
+      site: of its last load.
+    """
+    worker.rounds += 1
+    if worker.rounds % _ROUNDS:
+      return False
+    now = (site, *(np.asarray(value).tobytes() for value in state))
+    is_same, worker.round_state = now == worker.round_state, now
+    if not is_same and worker.rounds % _MANY_ROUNDS:
+      return False
+    self.polls += 1
+    worker.polled_at = site
+    return True
+
   def print(
     self, worker: Worker, params: Mapping[str, Any], values: Sequence[Any]
   ) -> None:
@@ -131,3 +155,9 @@ class State:
   def fail_check(self, worker: Worker, message: str, site: Site) -> None:
     """Ends the simulation: a `debug_check` of the kernel has failed."""
     self.stop("check", f"{worker}: {site} failed: {message}")
+
+
+# Rounds of a loop that loads, between two looks at whether it waits; rounds
+# after which it counts as one that waits though its state changes.
+_ROUNDS = 16
+_MANY_ROUNDS = 1024

@@ -16,10 +16,12 @@ class Site:
   Attributes:
     what: the operation, in words: "load of 'acc'".
     line: "kernel.py:12 (body)".
+    ref: the name of the ref that it looks at, "" if it is something else.
   """
 
   what: str
   line: str
+  ref: str = ""
 
   def __str__(self) -> str:
     return f"{self.what} at {self.line}"
@@ -37,6 +39,8 @@ class Worker:
     streams: its DMAs that raise no semaphore when they are done, and that it
       has not waited for.
     blocked_on: the semaphore or meeting it waits for, None if it can run.
+    rounds: how often it has come to the end of a loop that loads.
+    round_state: what such a loop carried when that was last looked at.
     polled_at: where it last looked at something without waiting for it.
     busy_ps: picoseconds of its own work so far, if a timeline is asked for.
   """
@@ -58,6 +62,8 @@ class Worker:
     "prng",
     "program",
     "read_numbers",
+    "round_state",
+    "rounds",
     "slots",
     "streams",
     "thread",
@@ -81,6 +87,8 @@ class Worker:
     self.need = 0
     self.polled_at: Any = None
     self.busy_ps = 0
+    self.rounds = 0
+    self.round_state: Any = None
     self.prng: Any = None
     self.mxu: Any = None
     # Of the accesses of this event, by their sites.
