@@ -1,0 +1,218 @@
+r"""Predicted times of coremesh's kernels beside those of others, on each chip.
+
+Each is compiled by the same libtpu and predicted by the same model from its
+machine code, as a whole module: layout copies and XLA's operations around a
+kernel count. Arrays come and go in the layout XLA gives a jitted function.
+Nothing is measured on a device.
+
+To run:
+  python -m benchmarks.kernels --work=matmul --chip=v5p:2x2x1
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+from absl import app, flags
+import jax
+from jax.experimental.pallas.ops.tpu import matmul as jax_matmul
+from jax.sharding import PartitionSpec as P
+import matplotlib.pyplot as plt
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import coremesh as cm
+from coremesh import spec
+from coremesh.kernels.matmul import SPEC as MATMUL
+
+_CHIPS = flags.DEFINE_multi_string(
+  "chip", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"], "Chips to predict for."
+)
+_WORK = flags.DEFINE_multi_string("work", None, "Only work with this in it.")
+_OUT = flags.DEFINE_string(
+  "out", "benchmarks/out", "Folder for kernels.json and a plot a chip."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+  """A calculation, and who can do it.
+
+  Attributes:
+    name: kernel and case.
+    case: the arguments.
+    num_flops: of the calculation.
+    num_bytes: that it must read and write.
+    contenders: by name; the first is coremesh's.
+  """
+
+  name: str
+  case: spec.Case
+  num_flops: int
+  num_bytes: int
+  contenders: Mapping[str, Callable[..., Any]]
+
+
+def works() -> Iterator[Work]:
+  """All that is compared."""
+  for name, case in MATMUL.cases.items():
+    others = {"XLA": MATMUL.reference}
+    if all(n % 1024 == 0 for a in case.args for n in a.shape):
+      others["JAX's Pallas op"] = functools.partial(
+        jax_matmul.matmul, block_shape=(512, 1024), block_k=512
+      )
+    yield _work(MATMUL, name, case, others)
+
+
+def _work(
+  kernel: spec.KernelSpec,
+  name: str,
+  case: spec.Case,
+  others: Mapping[str, Callable[..., Any]],
+) -> Work:
+  return Work(
+    name=f"{kernel.name} {name}",
+    case=case,
+    num_flops=kernel.num_flops(*case.args, **case.options),
+    num_bytes=kernel.num_bytes(*case.args, **case.options),
+    contenders={"coremesh": kernel.function, **others},
+  )
+
+
+def _predicted(chip: cm.Chip, work: Work, fn: Callable[..., Any]) -> Any:
+  """The prediction, or in words why there is none."""
+  mesh = chip.device_mesh("device", on="compiler")
+
+  def call(*args):
+    return fn(*args, **work.case.options)
+
+  mapped = jax.shard_map(
+    call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+  )
+  try:
+    return cm.predict(jax.jit(mapped), *work.case.args)
+  except (cm.CoreMeshError, ValueError, NotImplementedError) as error:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _row(chip: cm.Chip, work: Work, contender: str, result: Any) -> dict:
+  row = dict(chip=chip.name, work=work.name, contender=contender)
+  if isinstance(result, str):
+    return row | dict(failure=result)
+  time = result.microseconds
+  seconds = time.central * 1e-6
+  cores = chip.tensor_cores_per_device
+  peak = (chip.bf16_flops_per_second_per_tensor_core or 1) * cores
+  return row | dict(
+    microseconds=time.central,
+    low_microseconds=time.low,
+    high_microseconds=time.high,
+    share_of_bf16_peak=work.num_flops / seconds / peak,
+    share_of_hbm_bandwidth=work.num_bytes
+    / seconds
+    / chip.hbm_bytes_per_second_per_device,
+    operations=len(result.operations),
+    left_out=list(result.left_out),
+  )
+
+
+def _table(chip: cm.Chip, rows: Sequence[dict]) -> Table:
+  table = Table(title=f"Predicted for a device of {chip.name}", box=box.SIMPLE)
+  table.add_column("work")
+  table.add_column("by")
+  for heading in ("µs", "range", "of bf16 peak", "of HBM", "beside coremesh"):
+    table.add_column(heading, justify="right")
+  ours: dict[str, float] = {
+    r["work"]: r["microseconds"]
+    for r in rows
+    if r["contender"] == "coremesh" and "microseconds" in r
+  }
+  for row in rows:
+    if "failure" in row:
+      table.add_row(row["work"], row["contender"], row["failure"])
+      continue
+    beside = row["microseconds"] / ours.get(row["work"], float("nan"))
+    table.add_row(
+      row["work"],
+      row["contender"] + (" (part left out)" if row["left_out"] else ""),
+      f"{row['microseconds']:.1f}",
+      f"{row['low_microseconds']:.1f}..{row['high_microseconds']:.1f}",
+      f"{row['share_of_bf16_peak']:.1%}",
+      f"{row['share_of_hbm_bandwidth']:.1%}",
+      f"{beside:.3f}",
+    )
+  return table
+
+
+def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:
+  """Bars of each contender's time, as a share of coremesh's."""
+  timed = [r for r in rows if "microseconds" in r]
+  names = list(dict.fromkeys(r["work"] for r in timed))
+  contenders = list(dict.fromkeys(r["contender"] for r in timed))
+  figure, axes = plt.subplots(
+    figsize=(9, 1 + 0.5 * len(names)), layout="constrained"
+  )
+  height = 0.8 / max(1, len(contenders))
+  best = {
+    n: min(r["microseconds"] for r in timed if r["work"] == n) for n in names
+  }
+  for i, contender in enumerate(contenders):
+    own = [r for r in timed if r["contender"] == contender]
+    axes.barh(
+      [names.index(r["work"]) + i * height for r in own],
+      [r["microseconds"] / best[r["work"]] for r in own],
+      height=height,
+      label=contender,
+    )
+  axes.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names)
+  axes.invert_yaxis()
+  axes.set_xlabel("predicted time / that of the fastest")
+  axes.set_title(f"Kernels on {chip.name}: predicted from machine code")
+  axes.legend()
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
+  out = pathlib.Path(_OUT.value)
+  out.mkdir(parents=True, exist_ok=True)
+  chosen = [
+    w
+    for w in works()
+    if not _WORK.value or any(part in w.name for part in _WORK.value)
+  ]
+  if not chosen:
+    names = ", ".join(w.name for w in works())
+    raise app.UsageError(f"--work must be a part of one of: {names}.")
+  console = Console()
+  rows = []
+  with Progress(console=Console(stderr=True), transient=True) as progress:
+    total = len(_CHIPS.value) * sum(len(w.contenders) for w in chosen)
+    task = progress.add_task("", total=total)
+    for name in _CHIPS.value:
+      chip = cm.chip(name)
+      own = []
+      for work in chosen:
+        for contender, fn in work.contenders.items():
+          progress.update(task, description=f"{name} {work.name}: {contender}")
+          own.append(_row(chip, work, contender, _predicted(chip, work, fn)))
+          progress.advance(task)
+      console.print(_table(chip, own))
+      _plot(chip, own, out / f"kernels-{chip.generation}.png")
+      rows += own
+  (out / "kernels.json").write_text(json.dumps(rows, indent=2))
+  console.print(
+    "Predicted by cm.predict from machine code that libtpu compiled in this"
+    f" run, not measured. JAX {jax.__version__}. Written to {out}."
+  )
+
+
+if __name__ == "__main__":
+  app.run(main)
