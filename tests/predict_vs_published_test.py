@@ -117,24 +117,38 @@ def test_the_grid_gives_the_time_at_other_constants():
     assert found == pytest.approx(one.measured_us, rel=1e-9)
 
 
+def _steady(count=5) -> list[Record]:
+  """Programs that compute and hardly move anything."""
+  return [
+    _record(f"steady{i}", 1 << 20, 1, (i + 1) * 10_000_000)
+    for i in range(count)
+  ]
+
+
+_START = Constants(
+  bytes_per_second=_TABLE, latency_seconds=400e-9, clock_hz=_GRID_HZ
+)
+
+
 def test_known_constants_are_found_again():
-  start = Constants(
-    bytes_per_second=_TABLE, latency_seconds=400e-9, clock_hz=1.75e9
-  )
-  found = score.fitted(_records(), start)
-  # The last steps are 1.5 % of the range of each, over 6.
+  found = score.fitted([*_records(), *_steady()], _START)
+  # The last step is 1.5 % of the range of a constant, over 6.
   for field in dataclasses.fields(Constants):
     true = getattr(_TRUE, field.name)
     assert getattr(found, field.name) == pytest.approx(true, rel=0.01)
 
 
+def test_a_clock_that_no_program_tells_is_kept():
+  assert score.fitted(_records(), _START).clock_hz == _START.clock_hz
+  assert score.fitted(_steady(2), _START).clock_hz == _START.clock_hz
+
+
 def test_one_entry_of_another_program_does_not_move_the_constants():
-  records = [*_records(), _record("twice", 64 << 20, 9, 90000, noise=1.0)]
-  found = score.fitted(records, _TRUE)
-  assert found.bytes_per_second == pytest.approx(
-    _TRUE.bytes_per_second, rel=0.01
-  )
-  assert found.clock_hz == pytest.approx(_TRUE.clock_hz, rel=0.01)
+  other = _record("twice", 64 << 20, 9, 90000, noise=1.0)
+  found = score.fitted([*_records(), *_steady(), other], _START)
+  for field in dataclasses.fields(Constants):
+    true = getattr(_TRUE, field.name)
+    assert getattr(found, field.name) == pytest.approx(true, rel=0.01)
 
 
 # --- scores ------------------------------------------------------------------

@@ -14,6 +14,10 @@ _MOST_ERROR = 0.1
 # Of the range of a constant, how far to look around the best so far.
 _STEPS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)
 _POINTS = 13
+# Programs whose cycles change less than this over all of the grid tell the
+# clock, if there are enough of them.
+_STEADY = 0.005
+_FEWEST_STEADY = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,17 +111,21 @@ def _between(points: Sequence[float], value: float) -> np.ndarray:
 
 
 def fitted(records: Sequence[Record], start: Constants) -> Constants:
-  """The constants with the least mean of absolute relative errors.
+  """Constants that fit records.
 
-  Each is looked for on a grid, one after the other, until none moves. An error
-  counts for at most `_MOST_ERROR`, so that an entry for which another program
-  was timed does not pull at the constants of the rest.
+  The clock is the median of those that programs give which hardly wait for
+  HBM. Bandwidth and latency are those with the least mean of absolute relative
+  errors, looked for on ever finer grids; an error counts for at most
+  `_MOST_ERROR`, so that an entry for which another program was timed does not
+  pull at the constants of the rest.
 
   Args:
     records: those to fit, of one chip.
-    start: where to begin.
+    start: where to begin; its clock is kept if too few records tell it.
   """
   table = records[0].table_bytes_per_second
+  grids = np.array([r.grid_cycles for r in records])
+  measured = np.array([r.measured_us for r in records])
   ends = {
     "bytes_per_second": (
       record.BANDWIDTHS[0] * table,
@@ -127,27 +135,38 @@ def fitted(records: Sequence[Record], start: Constants) -> Constants:
       record.LATENCIES_SECONDS[0],
       record.LATENCIES_SECONDS[-1],
     ),
-    "clock_hz": (0.95 * start.clock_hz, 1.05 * start.clock_hz),
   }
-  grids = np.array([r.grid_cycles for r in records])
-  measured = np.array([r.measured_us for r in records])
 
   def loss(tried: Constants) -> float:
     cycles = (grids * _weights(records[0], tried)).sum((1, 2))
     off = np.abs(cycles / tried.clock_hz * 1e6 / measured - 1)
     return float(np.minimum(off, _MOST_ERROR).mean())
 
-  best, least = start, loss(start)
+  best = dataclasses.replace(
+    start, clock_hz=_clock_hz(grids, measured, start.clock_hz)
+  )
+  least = loss(best)
   for step in _STEPS:
-    # Bandwidth and latency stand in for each other, so that they move at once.
-    for names in (("bytes_per_second", "latency_seconds"), ("clock_hz",)):
-      points = [_around(getattr(best, n), ends[n], step) for n in names]
-      for values in itertools.product(*points):
-        changes = dict(zip(names, map(float, values), strict=True))
-        tried = dataclasses.replace(best, **changes)
-        if (off := loss(tried)) < least:
-          best, least = tried, off
+    # They stand in for each other, so that both move at once.
+    points = [_around(getattr(best, n), ends[n], step) for n in ends]
+    for values in itertools.product(*points):
+      changes = dict(zip(ends, map(float, values), strict=True))
+      tried = dataclasses.replace(best, **changes)
+      if (off := loss(tried)) < least:
+        best, least = tried, off
   return best
+
+
+def _clock_hz(
+  grids: np.ndarray, measured_us: np.ndarray, otherwise: float
+) -> float:
+  """The clock that programs give whose cycles HBM hardly changes."""
+  low, high = grids.min((1, 2)), grids.max((1, 2))
+  is_steady = high < (1 + _STEADY) * low
+  if is_steady.sum() < _FEWEST_STEADY:
+    return otherwise
+  found = (low + high)[is_steady] / 2 / measured_us[is_steady] * 1e6
+  return float(np.median(found))
 
 
 def _around(
