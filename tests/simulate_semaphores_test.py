@@ -1,5 +1,6 @@
 """Two copies on one semaphore: a wait for one is not a wait for the other."""
 
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import numpy as np
 import pytest
@@ -52,3 +53,30 @@ def test_after_both_waits_both_copies_are(dma):
     assert not made.findings(x, seed=seed, dma=dma)
     (y,) = made.run(x, seed=seed, dma=dma)
     np.testing.assert_array_equal(y, x[0] + x[1])
+
+
+@pytest.mark.parametrize("waits", [2, 1])
+@pytest.mark.parametrize("dma", ["late", "early", "random"])
+def test_a_copy_raises_a_regular_semaphore_by_one(waits, dma):
+  x = np.arange(2 * 8 * 128, dtype=np.float32).reshape(2, *_SLAB)
+
+  def body(x_hbm, o_hbm, first, second, sem):
+    pltpu.async_copy(x_hbm.at[0], first, sem)
+    pltpu.async_copy(x_hbm.at[1], second, sem)
+    pl.semaphore_wait(sem, waits)
+    first[...] = first[...] + second[...]
+    pltpu.sync_copy(first, o_hbm)
+
+  made = simulating.kernel(
+    body,
+    x,
+    out=simulating.Shape(_SLAB, np.float32),
+    scratch_types=[_VMEM, _VMEM, pltpu.SemaphoreType.REGULAR],
+    cores=lambda chip: chip.tensor_cores("core", 1),
+  )
+  if waits == 2:
+    np.testing.assert_array_equal(made.run(x, dma=dma)[0], x[0] + x[1])
+  else:
+    found = {f.kind: f.text for f in made.findings(x, dma=dma)}
+    assert "ends with 1 copies that nobody waited for" in found["unwaited"]
+    assert "race" in found

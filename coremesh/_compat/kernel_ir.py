@@ -113,6 +113,11 @@ def is_semaphore_type(ref_type: Any) -> bool:
   )
 
 
+def counts_bytes(ref_type: Any) -> bool:
+  """Whether a copy raises the semaphore by its bytes, and not by one."""
+  return _dtypes.issubdtype(ref_type.dtype, _mosaic_core.dma_semaphore)
+
+
 def stored_dtype(dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """How an element is stored: a numpy dtype, and its own shape.
 

@@ -76,6 +76,7 @@ class Declaration:
       is_shared=self.is_shared,
       mesh=self.mesh,
       is_block=self.is_block,
+      counts_bytes=not self.is_semaphore or kernel_ir.counts_bytes(self.type),
     )
 
 

@@ -181,7 +181,8 @@ class Execution:
     elif kinds == {True}:
       self._mach.report(
         "unwaited",
-        f"{semaphore} ends with {semaphore.count} bytes of copies that nobody"
+        f"{semaphore} ends with {semaphore.count}"
+        f"{' bytes of' * semaphore.bank.family.counts_bytes} copies that nobody"
         f" waited for{last}. Wait for each copy that is started.",
         name,
       )

@@ -112,7 +112,7 @@ class Machine(signals.Signals):
       semaphore.arrivals.remove(transfer)
     clock = transfer.clock if self.races else None
     by = (transfer, transfer.site)
-    self._raise(semaphore, transfer.num_bytes, clock, by)
+    self._raise(semaphore, semaphore.raised_by(transfer), clock, by)
 
   def _note_written(self, transfer: Transfer) -> None:
     """Notes that a DMA writes; what nobody has written counts as such there."""

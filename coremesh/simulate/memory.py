@@ -151,6 +151,8 @@ class Family:
     outlives_kernel: whether it is there before and after the kernel.
     is_block: whether a pipeline moves it over an array, beyond whose end it
       may reach.
+    counts_bytes: whether a copy raises the semaphore by its bytes; a regular
+      one it raises by one.
   """
 
   name: str
@@ -164,6 +166,7 @@ class Family:
   mesh: Any = None
   outlives_kernel: bool = False
   is_block: bool = False
+  counts_bytes: bool = True
   members: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
 
   def at(self, device: int, coords: Mapping[Any, int]) -> Any:
@@ -211,6 +214,10 @@ class Semaphore:
       f"semaphore {family.name + index!r} of"
       f" {describe(self.bank.place, family.axes)}"
     )
+
+  def raised_by(self, transfer: Any) -> int:
+    """What a copy adds to the count when it is done."""
+    return transfer.num_bytes if self.bank.family.counts_bytes else 1
 
   def _subscript(self) -> str:
     indices = np.unravel_index(self.index, self.bank.family.shape)

@@ -236,7 +236,7 @@ class Replay:
     for semaphore, time in ((transfer.src_sem, read), (transfer.dst_sem, end)):
       if semaphore is not None:
         cause = Cause("copy", index, what, sent, time)
-        self._send(time, semaphore, transfer.num_bytes, cause)
+        self._send(time, semaphore, semaphore.raised_by(transfer), cause)
 
   def _block(self, time: int, index: int, event: recorder.Block) -> None:
     """A block of a grid, which a TPU copies while it computes on another.

@@ -97,7 +97,7 @@ class Signals(memories.Memories):
     """
     if not self.races:
       return
-    under_way = sum(transfer.num_bytes for transfer in semaphore.arrivals)
+    under_way = sum(map(semaphore.raised_by, semaphore.arrivals))
     spare = semaphore.count + under_way - amount
     sent = [
       (n, clock) for n, clock, _ in semaphore.signals if clock is not None
@@ -106,7 +106,7 @@ class Signals(memories.Memories):
       for _, clock in sent:
         worker.acquire(clock)
       return
-    sent += [(t.num_bytes, t.clock) for t in semaphore.arrivals]
+    sent += [(semaphore.raised_by(t), t.clock) for t in semaphore.arrivals]
     worker.acquire(clocks.certain(sent, spare))
 
   def observe(
