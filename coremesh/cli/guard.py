@@ -5,12 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import pathlib
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from coremesh import chips, errors
 from coremesh._compat import aot
-from coremesh.cli import targets
+from coremesh.cli import progress, targets
 from coremesh.guard import compare, counting, golden, outcomes
 from coremesh.guard.compare import Row
 
@@ -167,7 +166,7 @@ def _record(folder: pathlib.Path, asked: Sequence[tuple[str, str]]) -> int:
   for target, _ in asked:
     targets.maker(target)  # Nothing is written if one is mistyped.
   console = Console(soft_wrap=True, highlight=False)
-  for target, chip in _with_progress(asked):
+  for target, chip in progress.shown(asked, "compiling"):
     now = current(target, chip)
     path = golden.write(folder, now)
     console.print(f"{path}: {_in_words(now)}", markup=False)
@@ -180,7 +179,7 @@ def _check(
   config: Sequence[str],
   tolerance: float | None,
 ) -> Iterator[Row]:
-  for target, chip in _with_progress(asked):
+  for target, chip in progress.shown(asked, "compiling"):
     before = golden.read(folder, target, chip)
     try:
       targets.maker(target, config)
@@ -194,18 +193,6 @@ def _check(
       yield compare.new(now)
     else:
       yield from compare.compare(before, now, tolerance=tolerance)
-
-
-def _with_progress(
-  asked: Sequence[tuple[str, str]],
-) -> Iterable[tuple[str, str]]:
-  return track(
-    asked,
-    "compiling",
-    console=Console(stderr=True),
-    transient=True,
-    disable=not Console(stderr=True).is_terminal,
-  )
 
 
 def _in_words(found: golden.Golden) -> str:

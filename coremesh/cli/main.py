@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import sys
 
 from coremesh import errors
-from coremesh.cli import cache, chips, explain, guard, mutate, plan, simulate
+from coremesh.cli import (
+  cache,
+  chips,
+  explain,
+  guard,
+  matrix,
+  mutate,
+  plan,
+  simulate,
+)
 
 _COMMANDS = {
   "chips": chips,
@@ -15,6 +24,7 @@ _COMMANDS = {
   "explain": explain,
   "cache": cache,
   "guard": guard,
+  "matrix": matrix,
 }
 
 

@@ -9,10 +9,11 @@ import importlib
 import importlib.util
 import inspect
 import pathlib
+import pkgutil
 import sys
 from typing import Any
 
-from coremesh import chips, errors, spec
+from coremesh import chips, errors, kernels, spec
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
@@ -135,6 +136,19 @@ def examples() -> list[str]:
   """The examples of the working folder, by name."""
   paths = sorted(pathlib.Path("examples").glob("*.py"))
   return [p.stem for p in paths if "\ndef case(" in p.read_text()]
+
+
+def everything() -> list[str]:
+  """The examples of the working folder, and a case of each coremesh kernel."""
+  found: dict[str, str] = {}
+  for module in pkgutil.iter_modules(kernels.__path__):
+    place = f"{kernels.__name__}.{module.name}"
+    for name, value in vars(importlib.import_module(place)).items():
+      if isinstance(value, spec.KernelSpec):
+        found.setdefault(
+          value.name, f"{place}:{name}:{next(iter(value.cases))}"
+        )
+  return [*examples(), *found.values()]
 
 
 def _num_arguments(function: Any, target: str) -> int:
