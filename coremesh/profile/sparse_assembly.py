@@ -207,6 +207,8 @@ def _branch(
   target = _TARGET.match(rest.strip())
   if target is None or target[1] not in starts:
     raise _unexpected("branches to a label of their function", repr(rest[:80]))
+  if starts[target[1]] >= len(places):
+    raise _unexpected("branches to before the first halt", repr(rest[:80]))
   after = at + 1 + int(target[2] or _DELAY_SLOTS)
   last = min(after, len(places) - 1)
   return Slot(
