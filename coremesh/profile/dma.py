@@ -58,7 +58,6 @@ class _Run:
     shared: dict[tuple[int, int], set[int]] = {}
     for _, to in targets:
       shared.setdefault((to.device, to.core), set()).add(to.flag)
-    log = Log() if log is None else log
     first = places[0][0] if places else 0
     self.cores = [
       Core(
@@ -70,7 +69,7 @@ class _Run:
       )
       for trace in traces
     ]
-    self._samples = Samples(self.cores, servers, log)
+    self._samples = Samples(self.cores, servers, log or Log())
     self._index = {place: i for i, place in enumerate(places)}
     self._meetings: dict[tuple[int, int, int], list[int]] = {}
     self._queue: list[tuple[int, int]] = []

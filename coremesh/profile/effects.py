@@ -50,6 +50,7 @@ class Effects:
     events: in order.
     assumed: what was taken for granted, in words.
     lines: the lines of the program that wait, by bundle.
+    sends: whether it sends to other cores.
   """
 
   def __init__(
@@ -65,6 +66,7 @@ class Effects:
     self.events: list[Event | Repeat] = []
     self.assumed: dict[str, None] = {}
     self.lines: dict[int, str] = {}
+    self.sends = False
     self._bundles = code.program.bundles
     self._delay_slots = code.delay_slots
     self._data = operands
@@ -282,6 +284,7 @@ class Effects:
       raise affine._NotAffineError
     if isinstance(amount, Unknown):
       flag, amount = -1, 0
+    self.sends |= to is not None
     known = -1 if isinstance(flag, Unknown) else flag
     self.events.append(
       Event(cycle, kind, bundle, known, values.signed(amount), to)

@@ -126,6 +126,7 @@ class Trace:
     group: cores of one device and group meet at barriers.
     granule_bytes: what the amount of a copy counts.
     lines: the lines of the program that wait, "file:line", by bundle.
+    sends: whether any event may have a receiver.
   """
 
   core: int
@@ -139,6 +140,7 @@ class Trace:
   group: int = 0
   granule_bytes: int = GRANULE_BYTES
   lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  sends: bool = True
 
   def each_event(self) -> Iterator[Event]:
     """The events one by one, repetitions written out."""
@@ -153,6 +155,8 @@ class Trace:
 
   def with_targets(self, find: Callable[[Target], Target]) -> "Trace":
     """The same with each receiver replaced."""
+    if not self.sends:
+      return self
 
     def replaced(event: Event) -> Event:
       return event if event.to is None else event._replace(to=find(event.to))
@@ -167,7 +171,7 @@ class Trace:
 
   def targets(self) -> Iterator[Target]:
     """The receivers in order, those of a repetition once."""
-    for found in self.events:
+    for found in self.events if self.sends else ():
       inner = found.events if isinstance(found, Repeat) else (found,)
       yield from (e.to for e in inner if e.to is not None)
 

@@ -86,4 +86,5 @@ def trace_code(
     group=place.group,
     granule_bytes=granule_bytes,
     lines=done.lines,
+    sends=done.sends,
   )
