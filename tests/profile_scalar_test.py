@@ -351,7 +351,9 @@ def test_a_loop_that_is_proven_never_to_end_is_an_error():
     _trace("%1 = sbr.rel target bundleno = 0 (0x0)", "%2 = sfence")
 
 
-def _general(source: str, other_flag: int) -> tuple[str, ...]:
+def _general(
+  source: str, other_flag: int, overrides: str = ""
+) -> tuple[str, ...]:
   """A copy by a table of strides."""
   return (
     "%s1_s0 = smov 64 ;; %s2_s1 = smov 128",
@@ -359,13 +361,20 @@ def _general(source: str, other_flag: int) -> tuple[str, ...]:
     " %s4_s3 = scalar_lea.vmem %s2_s1, 0",
     "%5 = dma.general /*src=*/%s3_s2, /*size_in_granules=*/77,"
     f" /*dst=*/%s4_s3, /*dst_syncflagno=*/9, /*src_syncflagno=*/{other_flag},"
-    " /*stridedescaddr=*/[#allocation6]",
+    f" /*stridedescaddr=*/[#allocation6]{overrides}",
   )
 
 
 def test_a_copy_by_a_table_of_strides_moves_its_bytes():
   [event] = _trace(*_general("hbm", 131072)).each_event()
   assert (event.kind, event.flag, event.amount) == ("read", 9, 77)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(0, "local"), (1 << 14, "send")])
+def test_the_overrides_of_a_copy_say_whether_it_leaves_the_core(bits, kind):
+  lines = _general("vmem", 5, f", /*overrides=*/{bits}")
+  [event] = _trace(*lines).each_event()
+  assert (event.kind, event.amount) == (kind, 77)
 
 
 @pytest.mark.parametrize(("source", "flag"), [("vmem", 131072), ("hbm", 5)])

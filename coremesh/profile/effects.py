@@ -192,9 +192,9 @@ class Effects:
       overrides is not None and addresses.is_remote(overrides)
     )
     if not is_remote:
-      # Without overrides a copy inside VMEM may still be to another core.
-      is_open = overrides is None and source == place
-      if is_open or isinstance(other_flag, Unknown) or other_flag != _NO_FLAG:
+      # Without overrides one that signals two, or stays in VMEM, may be.
+      is_other = isinstance(other_flag, Unknown) or other_flag != _NO_FLAG
+      if overrides is None and (source == place or is_other):
         self.refuse(bundle, "dma.general", ())
       self.dma(cycle, bundle, source, place, flag, size, 0, 0)
       return
