@@ -1,6 +1,7 @@
 """Tests for cm.explain: one program with two kernels, compiled once."""
 
 import copy
+import dataclasses
 import importlib
 import json
 import re
@@ -16,7 +17,7 @@ from rich.console import Console
 
 import coremesh as cm
 from coremesh.errors import ChipError, UnsupportedError
-from coremesh.explanation import life, record, trace, words
+from coremesh.explanation import alike, life, page, record, trace, words
 from tests import profiling
 
 _SIZE, _ROWS = 1024, 2048
@@ -60,32 +61,32 @@ def _kernel(explained, name):
 
 
 def test_a_page_says_memory_time_limit_and_lines(explained):
-  page = str(explained)
-  assert page.startswith("matmul, double on v5p:2x2x1: ") or page.startswith(
+  text = str(explained)
+  assert text.startswith("matmul, double on v5p:2x2x1: ") or text.startswith(
     "double, matmul on v5p:2x2x1: "
   )
-  assert "predicted from compiled bundles, not measured" in page
-  assert re.search(r"VMEM +a_vmem +bfloat16\[512,512\] x2 +1 MiB", page)
+  assert "predicted from compiled bundles, not measured" in text
+  assert re.search(r"VMEM +a_vmem +bfloat16\[512,512\] x2 +1 MiB", text)
   for one in explained.ledgers:
     numbers = [one.predicted("VMEM"), one.used("VMEM"), one.limit("VMEM")]
     row = " +".join(map(re.escape, map(words.num_bytes, numbers)))
-    assert re.search(rf"VMEM +in all .*{row} +\d+\.\d%", page)
+    assert re.search(rf"VMEM +in all .*{row} +\d+\.\d%", text)
   for operation in explained.prediction.operations:
     kind = "kernel" if operation.kernel else "XLA"
-    assert f"{operation.name} ({kind})" in page
-  assert "tests/profiling.py" in page
-  assert "sum_vmem[...] += jnp.dot(" in page
-  assert all(f"{n} {v}" in page for n, v in explained.versions.items())
-  assert max(map(len, page.splitlines())) <= 110
+    assert f"{operation.name} ({kind})" in text
+  assert "tests/profiling.py" in text
+  assert "sum_vmem[...] += jnp.dot(" in text
+  assert all(f"{n} {v}" in text for n, v in explained.versions.items())
+  assert max(map(len, text.splitlines())) <= 110
 
 
 def test_a_page_fits_a_narrow_terminal_and_loses_no_number(explained):
   console = Console(width=80, record=True, file=open("/dev/null", "w"))
   with console.file:
     console.print(explained)
-  page = console.export_text()
+  text = console.export_text()
   for operation in explained.prediction.operations:
-    assert str(operation.microseconds) in page
+    assert str(operation.microseconds) in text
 
 
 def test_shares_over_a_life_add_up_to_those_of_the_whole(explained):
@@ -186,10 +187,10 @@ def test_a_kernel_that_cannot_be_predicted_has_a_ledger_and_a_reason():
   )
   found = cm.explain(waits_for_ever, x, chip="v5p:2x2x1")
   [[name, reason]] = found.unpredicted.items()
-  page = str(found)
-  assert f"no time for {name}" in page
-  assert f"* {name}: {' '.join(reason.split()[:4])}" in page
-  assert re.search(r"VMEM +x_vmem +float32\[8,128\]", page)
+  text = str(found)
+  assert f"no time for {name}" in text
+  assert f"* {name}: {' '.join(reason.split()[:4])}" in text
+  assert re.search(r"VMEM +x_vmem +float32\[8,128\]", text)
   kept = found.as_dict()
   assert kept["unpredicted"] == [{"operation": name, "reason": reason}]
   assert kept["ledgers"][0]["memories"]["VMEM"]["predicted_per_core"] == 8192
@@ -199,6 +200,30 @@ def test_progress_says_what_is_going_on(compiled, capsys):
   cm.explain(compiled, progress=True)
   said = capsys.readouterr().err
   assert "Predicting " in said
+
+
+def test_cores_that_do_the_same_are_shown_as_one(explained):
+  [core, _] = explained.activities[_kernel(explained, "double").name]
+  other = dataclasses.replace(core, cycles=core.cycles + 1)
+  same = [dataclasses.replace(core, core=n) for n in (0, 1, 2, 5)]
+  mixed = [*same, dataclasses.replace(other, core=7)]
+  groups = alike.groups(mixed)
+  assert [alike.name(group) for group in groups] == ["0..2, 5", "7"]
+  many = [
+    (dataclasses.replace(core, cycles=float(n)),) for n in range(9, 0, -1)
+  ]
+  ends = [group[0].cycles for group in alike.shown(many, 3)]
+  assert ends == [1, 5, 9]
+  assert alike.shown(many, 9) == many
+
+
+def test_the_time_of_cores_alone_is_told_if_it_is_less(explained):
+  kernel = _kernel(explained, "matmul")
+  whole = page.time(kernel, kernel.cycles.central)
+  assert whole == f"{kernel.microseconds} µs"
+  half = page.time(kernel, kernel.cycles.central / 2)
+  central = words.short(kernel.microseconds.central / 2)
+  assert half == f"{whole}, {central} µs of it on these cores"
 
 
 # --- as data ----------------------------------------------------------------
@@ -241,10 +266,10 @@ def test_the_layout_of_the_data_keeps_its_keys(explained):
   matmul = next(o for o in kept["operations"] if o["kernel"] == "matmul")
   assert set(matmul["roofline"]) >= {"matmul_flops", "hbm_bytes", "roof"}
   assert set(matmul["lines"][0]) >= {"source", "cycles", "bundles", "share"}
-  cores = matmul["life"]["cores"]
+  groups = matmul["life"]["groups"]
   stretches = len(matmul["life"]["edges_cycles"]) - 1
-  assert len(cores) == 2
-  for share in cores[0]["busy_shares"].values():
+  assert [core for group in groups for core in group["cores"]] == [0, 1]
+  for share in groups[0]["busy_shares"].values():
     assert len(share) == stretches
     assert all(0 <= s <= 1.0001 for s in share)
 
@@ -253,8 +278,8 @@ def test_an_explanation_is_the_same_as_itself(explained):
   found = explained.compare(explained.as_dict())
   assert len(found.differences) > 40
   assert all(d.before == d.after for d in found.differences)
-  page = str(found)
-  assert "same" in page and "differs" not in page
+  text = str(found)
+  assert "same" in text and "differs" not in text
 
 
 def _slower(kept, kernel, factor):
@@ -275,9 +300,9 @@ def test_a_comparison_shows_what_differs_and_where(explained):
   assert {d.kernel for d in differing} == {"double"}
   [time] = [d for d in differing if d.quantity == "time, central"]
   assert time.ratio == pytest.approx(1 / 4)
-  page = str(found)
-  assert "x 0.25" in page
-  assert re.search(r"limited by +the weather +\w+ +differs", page)
+  text = str(found)
+  assert "x 0.25" in text
+  assert re.search(r"limited by +the weather +\w+ +differs", text)
   data = found.as_dict()
   assert json.loads(json.dumps(data)) == data
   assert data["format"] == "coremesh comparison"

@@ -129,7 +129,7 @@ def _program(before: Record, after: Record) -> Iterator[Difference]:
 
 def _of_xla(found: Record) -> float:
   return sum(
-    o["microseconds"]["central"]
+    o["microseconds"]["central"] * o["times"]
     for o in found["operations"]
     if o["kernel"] is None
   )

@@ -69,10 +69,12 @@ def explain(
     details = Details(starts=lambda which: stage(f"Predicting {which}"))
     prediction = predict.of_compiled(compiled, args, details)
   device = predict.chip_of(compiled)
+  sparse = {o.name for o in compiled.operations if "bundles" not in o.texts}
   rooflines = {
     o.name: found
     for o in prediction.operations
-    if (found := roofline.of_operation(o, device)) is not None
+    if o.name not in sparse
+    and (found := roofline.of_operation(o, device)) is not None
   }
   return Explanation(
     name=name or ", ".join(dict.fromkeys(kernels)),

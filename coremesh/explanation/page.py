@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coremesh.compiler.ledger import Entry, Ledger
-from coremesh.explanation import life, memory, words
+from coremesh.explanation import alike, life, memory, words
 from coremesh.explanation.findings import Findings
 from coremesh.explanation.hot_lines import HotLine
 from coremesh.explanation.roofline import Roofline
@@ -20,8 +20,11 @@ from coremesh.profile.prediction import OperationPrediction
 WIDTH = 110
 _NUM_STRETCHES = 48
 _LEAST = 0.005
+_ALONE = 0.98  # of the time of its cores; more is not told
 _MOST_LINES = 6
 _MOST_RANGES = 2
+_MOST_GROUPS = 8
+_MOST_COLUMNS = 3
 
 
 def text(parts: Iterable[RenderableType]) -> str:
@@ -169,6 +172,7 @@ def _operations(found: Findings) -> Table:
     roofline = found.rooflines.get(o.name)
     made.add_row(
       f"{o.name} ({'kernel' if o.kernel else 'XLA'})"
+      f"{f' x {o.times}' if o.times != 1 else ''}"
       f"{', assumed' if o.is_assumed else ''}",
       words.estimate(o.microseconds),
       f"{o.cycles.central:,.0f}",
@@ -198,14 +202,13 @@ def _cores(operation: OperationPrediction) -> Table:
     f"{operation.name}: each core",
     *("core", "cycles", "µs", "waiting", "read", "written"),
   )
-  whole = max(1.0, operation.cycles.central)
-  cycle_us = operation.microseconds.central / whole
-  for core in operation.cores:
+  for group in alike.predictions(operation.cores)[:_MOST_GROUPS]:
+    core = group[0]
     central = core.cycles.central
     made.add_row(
-      str(core.core),
+      alike.name(group),
       words.estimate(core.cycles),
-      words.short(central * cycle_us),
+      words.short(central * cycle_us(operation)),
       f"{core.waiting_cycles / max(1.0, central):.0%}",
       words.num_bytes(core.read_bytes),
       words.num_bytes(core.written_bytes),
@@ -216,16 +219,16 @@ def _cores(operation: OperationPrediction) -> Table:
 def _life(
   operation: OperationPrediction, activities: Sequence[CoreActivity]
 ) -> Table:
-  """Each unit of the slowest core over time, and the mean of all cores."""
+  """Each unit of the slowest core over time, and the mean of others too."""
   edges = life.edges(activities, _NUM_STRETCHES)
-  shares = [life.shares(activity, edges) for activity in activities]
-  slowest = max(range(len(activities)), key=lambda i: activities[i].cycles)
+  groups = alike.shown(alike.groups(activities), _MOST_COLUMNS)
+  shares = [life.shares(group[0], edges) for group in groups]
+  slowest = max(range(len(groups)), key=lambda i: groups[i][0].cycles)
+  end_us = edges[-1] * cycle_us(operation)
   made = table(
     f"{operation.name}: what is busy when",
-    "",
-    f"core {activities[slowest].core}, 0 to"
-    f" {words.short(operation.microseconds.central)} µs",
-    *(f"core {activity.core}" for activity in activities),
+    *("", f"core {alike.name(groups[slowest])}, 0 to {words.short(end_us)} µs"),
+    *(f"core {alike.name(group)}" for group in groups),
     left=2,
   )
   for name in life.NAMES:
@@ -236,6 +239,25 @@ def _life(
         *(f"{found[name].mean():.1%}" for found in shares),
       )
   return made
+
+
+def time(operation: OperationPrediction, end_cycles: float) -> str:
+  """The time of an operation and, if it is less, of its cores alone.
+
+  Args:
+    operation: a kernel.
+    end_cycles: of its slowest core; what starts SparseCores comes before.
+  """
+  text = f"{words.estimate(operation.microseconds)} µs"
+  if end_cycles > _ALONE * operation.cycles.central:
+    return text
+  alone = words.short(end_cycles * cycle_us(operation))
+  return f"{text}, {alone} µs of it on these cores"
+
+
+def cycle_us(operation: OperationPrediction) -> float:
+  """Microseconds of a cycle, central value."""
+  return operation.microseconds.central / max(1.0, operation.cycles.central)
 
 
 def _roofline(found: Roofline) -> Table:
@@ -298,7 +320,7 @@ def _lines(operation: OperationPrediction, lines: Sequence[HotLine]) -> Table:
 def where(source: str) -> str:
   """A line of the program as short as it is told apart by."""
   if not source:
-    return "no line: waits of pipelines, empty bundles"
+    return "no line: waits of pipelines, empty bundles, SparseCores"
   file, _, line = source.rpartition(":")
   return f"{'/'.join(file.split('/')[-2:])}:{line}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from coremesh import errors
 from coremesh.compiler.ledger import Ledger
-from coremesh.explanation import life, memory
+from coremesh.explanation import alike, life, memory
 from coremesh.explanation.findings import Findings
 from coremesh.explanation.hot_lines import HotLine
 from coremesh.explanation.roofline import Roofline
@@ -21,6 +21,7 @@ from coremesh.profile.prediction import OperationPrediction
 FORMAT = "coremesh explanation"
 VERSION = 1
 _NUM_STRETCHES = 64
+_MOST_GROUPS = 8  # of cores with a life; the fastest and slowest are among them
 
 
 def of(found: Findings) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def _operation(
   return {
     "name": operation.name,
     "kernel": operation.kernel,
+    "times": operation.times,
     "cycles": dataclasses.asdict(operation.cycles),
     "microseconds": dataclasses.asdict(operation.microseconds),
     "floor_microseconds": operation.floor_microseconds,
@@ -183,14 +185,14 @@ def _life(
   edges = life.edges(activities, _NUM_STRETCHES)
   return {
     "edges_cycles": [float(edge) for edge in edges],
-    "cores": [
+    "groups": [
       {
-        "core": activity.core,
+        "cores": [activity.core for activity in group],
         "busy_shares": {
           name: [round(float(s), 4) for s in share]
-          for name, share in life.shares(activity, edges).items()
+          for name, share in life.shares(group[0], edges).items()
         },
       }
-      for activity in activities
+      for group in alike.shown(alike.groups(activities), _MOST_GROUPS)
     ],
   }

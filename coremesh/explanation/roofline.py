@@ -88,9 +88,9 @@ class Roofline:
 def of_operation(
   operation: OperationPrediction, chip: chips.Chip
 ) -> Roofline | None:
-  """The roofline of a predicted operation; None if it ran on no TensorCore."""
+  """The roofline of an operation of TensorCores; None without its cores."""
   cores = operation.cores
-  if not cores or any("MXU" not in core.shares for core in cores):
+  if not cores:
     return None
   rate = rates.rates(chip)
   held = {

@@ -1,11 +1,11 @@
 """The predicted life of a program as a trace for Perfetto."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 
 from coremesh import perfetto
-from coremesh.explanation import life, page
+from coremesh.explanation import alike, life, page
 from coremesh.explanation.findings import Findings
 from coremesh.profile.activity import CoreActivity, Spans
 from coremesh.profile.events import EventKind
@@ -22,6 +22,7 @@ _COPIES: Mapping[EventKind, str] = {
 }
 # A file of more events takes long to open. The rest goes on alike.
 _MOST_SPANS = 20_000
+_MOST_CURVES = 3  # cores
 
 
 def as_dict(found: Findings) -> perfetto.Event:
@@ -34,16 +35,18 @@ def as_dict(found: Findings) -> perfetto.Event:
     perfetto.process_name(_DEVICE, f"{found.name} on {found.chip} (predicted)"),
     *perfetto.thread_names(_DEVICE, _OPERATIONS, "operations"),
   ]
-  cores = {a.core for found in found.activities.values() for a in found}
-  for core in sorted(cores):
-    events += perfetto.thread_names(_DEVICE, core + 1, f"core {core}")
+  groups = {n: alike.groups(a) for n, a in found.activities.items()}
+  named = {g[0].core: alike.name(g) for gs in groups.values() for g in gs}
+  for core, name in sorted(named.items()):
+    events += perfetto.thread_names(_DEVICE, core + 1, f"core {name}")
   left_out: list[str] = []
   numbers = itertools.count(1)
   start_us = 0.0
   for operation in found.prediction.operations:
     drawn = _Operation(operation, start_us, numbers, left_out)
-    events += drawn.events(found.activities.get(operation.name, ()))
-    start_us += operation.microseconds.central
+    alone = [g[0] for g in groups.get(operation.name, ())]
+    events += drawn.events(alone)
+    start_us += operation.microseconds.central * operation.times
   return perfetto.document(
     events,
     {
@@ -65,24 +68,24 @@ class _Operation:
 
   @property
   def _cycle_us(self) -> float:
-    whole = max(1.0, self.operation.cycles.central)
-    return self.operation.microseconds.central / whole
+    return page.cycle_us(self.operation)
 
   def _at(self, thread: int, cycle: float) -> perfetto.Event:
     time_us = self.start_us + cycle * self._cycle_us
     return {"pid": _DEVICE, "tid": thread, "ts": time_us}
 
   def events(
-    self, activities: tuple[CoreActivity, ...]
+    self, activities: Sequence[CoreActivity]
   ) -> Iterator[perfetto.Event]:
     operation = self.operation
     yield perfetto.interval(
       self._at(_OPERATIONS, 0),
       name=operation.name,
       kind="kernel" if operation.kernel else "XLA",
-      duration_us=operation.microseconds.central,
+      duration_us=operation.microseconds.central * operation.times,
       args={
         "limit": operation.limit,
+        "times": operation.times,
         "low_us": operation.microseconds.low,
         "high_us": operation.microseconds.high,
         "assumed": list(operation.assumed),
@@ -90,8 +93,10 @@ class _Operation:
     )
     for activity in activities:
       yield from self._core(activity)
-    if activities:
-      yield from self._units(activities)
+    # Curves of many cores that differ little would make the file large.
+    alone = [(activity,) for activity in activities]
+    if few := [g[0] for g in alike.shown(alone, _MOST_CURVES)]:
+      yield from self._units(few)
 
   def _core(self, activity: CoreActivity) -> Iterator[perfetto.Event]:
     thread = activity.core + 1
@@ -140,7 +145,7 @@ class _Operation:
     return zip(*(c[:_MOST_SPANS].tolist() for c in columns), strict=True)
 
   def _units(
-    self, activities: tuple[CoreActivity, ...]
+    self, activities: Sequence[CoreActivity]
   ) -> Iterator[perfetto.Event]:
     edges = life.edges(activities, _NUM_STRETCHES)
     for activity in activities:

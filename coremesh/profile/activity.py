@@ -69,7 +69,7 @@ class CoreActivity:
     core: its number in the device.
     cycles: from the start of the operation to the core's own end.
     trace: what it issued.
-    log: copies and waits of all cores of the device.
+    log: its copies and waits.
     busy: what each bundle keeps busy.
   """
 
@@ -258,9 +258,14 @@ def of_operation(
     log: what `dma.timings` noted.
     busy: what each bundle keeps busy.
   """
+  logs = log.by_core()
   return tuple(
     CoreActivity(
-      core=trace.core, cycles=timing.cycles, trace=trace, log=log, busy=busy
+      core=trace.core,
+      cycles=timing.cycles,
+      trace=trace,
+      log=logs.get(trace.core, Log()),
+      busy=busy,
     )
     for trace, timing in zip(traces, timings, strict=True)
   )

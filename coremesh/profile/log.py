@@ -1,5 +1,6 @@
 """When the cores of a device copy and wait: what a timing went through."""
 
+from collections import defaultdict
 import dataclasses
 from typing import NamedTuple
 
@@ -63,3 +64,15 @@ class Log:
     """
     spans = tuple(i for i in self.items[first:] if isinstance(i, Span))
     self.items[first:] = [Again(spans, count + 1, period)]
+
+  def by_core(self) -> dict[int, "Log"]:
+    """What each core goes through by itself."""
+    found: dict[int, Log] = defaultdict(Log)
+    for item in self.items:
+      if isinstance(item, Span):
+        found[item.core].items.append(item)
+        continue
+      for core in dict.fromkeys(span.core for span in item.spans):
+        own = tuple(span for span in item.spans if span.core == core)
+        found[core].items.append(item._replace(spans=own))
+    return dict(found)

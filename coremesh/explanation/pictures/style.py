@@ -1,5 +1,6 @@
 """What the pictures of an explanation have in common."""
 
+from collections.abc import Sized
 import io
 import textwrap
 from typing import Any
@@ -30,6 +31,9 @@ UNITS = {
   "DMA send": "#a6761d",
 }
 WORKING, WAITING = BLUE, ORANGE
+
+# Cores that do the same are drawn once, and no more than these that differ.
+MOST_CORES = 3
 
 
 def figure(height_inches: float, title: str, below: str = "") -> Figure:
@@ -68,3 +72,10 @@ def plain(axes: Any, *, grid: str = "x") -> None:
 def clipped(text: str, most: int) -> str:
   """The text, its end left out if it is longer."""
   return textwrap.shorten(text, most, placeholder="…") if text else ""
+
+
+def of_groups(drawn: Sized, groups: Sized) -> str:
+  """What is said where not all cores that differ are drawn."""
+  if len(drawn) == len(groups):
+    return ""
+  return f"; {len(drawn)} of {len(groups)} cores that differ are drawn"

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 import numpy as np
 
-from coremesh.explanation import words
+from coremesh.explanation import alike, page
 from coremesh.explanation.pictures import style
 from coremesh.profile.activity import CoreActivity, Spans
 from coremesh.profile.events import EventKind
@@ -35,7 +35,7 @@ _KINDS: Mapping[str, tuple[EventKind, ...]] = {
 class _Core:
   """One core: its waits, under `_CORE`, and its copies, by lane."""
 
-  number: int
+  name: str
   end_cycles: float
   lanes: Mapping[str, Spans]
 
@@ -49,9 +49,15 @@ def draw(
     operation: a kernel.
     activities: of its cores.
   """
+  found = alike.groups(activities)
+  groups = alike.shown(found, style.MOST_CORES)
   cores = [
-    _Core(a.core, a.cycles, {n: a.spans(*k) for n, k in _KINDS.items()})
-    for a in activities
+    _Core(
+      alike.name(group),
+      group[0].cycles,
+      {n: group[0].spans(*k) for n, k in _KINDS.items()},
+    )
+    for group in groups
   ]
   lanes = [
     n for n in _KINDS if n == _CORE or any(len(c.lanes[n]) for c in cores)
@@ -68,10 +74,9 @@ def draw(
   figure = style.figure(
     height,
     f"{operation.name}: each core and its copies",
-    f"Predicted, {words.estimate(operation.microseconds)} µs; central values"
-    f"{_rounds(activities)}",
+    f"Predicted, {page.time(operation, end)}; central values"
+    f"{style.of_groups(groups, found)}{_rounds(activities)}",
   )
-  whole = max(1.0, operation.cycles.central)
   top = height - style.HEAD_INCHES
   for number, (title, first, last) in enumerate(windows):
     top -= 0.3
@@ -83,7 +88,7 @@ def draw(
       axes=axes,
       first=first,
       last=last,
-      cycle_us=operation.microseconds.central / whole,
+      cycle_us=page.cycle_us(operation),
       as_shares=number < len(windows) - 1,
     ).draw(cores, lanes)
     top -= inches + 0.55
@@ -132,7 +137,7 @@ class _View:
           self._working(core.end_cycles, base)
         drawn = self._shares if self.as_shares else self._bars
         drawn(core.lanes[lane], base, lane)
-        labels.append(f"core {core.number}" if lane == _CORE else lane)
+        labels.append(f"core {core.name}" if lane == _CORE else lane)
         places.append(base + _TALL / 2)
         y += 1
       y += 0.3

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 import numpy as np
 
-from coremesh.explanation import life, words
+from coremesh.explanation import alike, life, page
 from coremesh.explanation.pictures import style
 from coremesh.profile.activity import CoreActivity
 from coremesh.profile.prediction import OperationPrediction
@@ -27,7 +27,9 @@ def draw(
     activities: of its cores.
   """
   edges = life.edges(activities, _NUM_STRETCHES)
-  shares = [life.shares(activity, edges) for activity in activities]
+  found = alike.groups(activities)
+  groups = alike.shown(found, style.MOST_CORES)
+  shares = [life.shares(group[0], edges) for group in groups]
   names = [n for n in life.NAMES if any(s[n].mean() > _LEAST for s in shares)]
   idle = [n for n in life.NAMES if n not in names]
   panel = _ROW_INCHES * max(1, len(names))
@@ -36,19 +38,19 @@ def draw(
   figure = style.figure(
     height,
     f"{operation.name}: what is busy over its life",
-    f"Predicted, {words.estimate(operation.microseconds)} µs; full height is"
-    f" busy all the time{never}",
+    f"Predicted, {page.time(operation, edges[-1])}; full height is"
+    f" busy all the time{never}{style.of_groups(groups, found)}",
   )
-  scale = operation.microseconds.central / max(1.0, operation.cycles.central)
+  scale = page.cycle_us(operation)
   top = height - style.HEAD_INCHES
-  for activity, found in zip(activities, shares, strict=True):
+  for group, share in zip(groups, shares, strict=True):
     top -= 0.3
     axes = figure.add_axes((0.1, (top - panel) / height, 0.82, panel / height))
-    _panel(axes, edges * scale, [(n, found[n]) for n in names])
+    _panel(axes, edges * scale, [(n, share[n]) for n in names])
     axes.set_title(
-      f"core {activity.core}", loc="left", fontsize=10, weight="bold"
+      f"core {alike.name(group)}", loc="left", fontsize=10, weight="bold"
     )
-    is_last = activity is activities[-1]
+    is_last = group is groups[-1]
     axes.tick_params(axis="x", labelbottom=is_last, labelsize=8.5)
     if is_last:
       axes.set_xlabel("predicted time, µs", fontsize=9)
