@@ -81,6 +81,7 @@ def compile(  # pylint: disable=redefined-builtin
     UnsupportedError: the mesh of `fn` holds CPU devices, so that the kernels
       were traced for the simulator; or it calls back to Python.
     ChipError: there is no such chip, or the mesh of `fn` is of another.
+    DTypeError: an argument is no array.
 
   Example:
     compiled = cm.compile(
@@ -89,8 +90,7 @@ def compile(  # pylint: disable=redefined-builtin
     print(compiled.code_bytes, compiled.text("bundles"))
   """
   start = time.perf_counter()
-  asked = chips.chip(chip) if isinstance(chip, str) else chip
-  jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+  asked, jitted = None if chip is None else _chip(chip), _jitted(fn)
   lowered, jaxpr = _lowered(jitted, args, asked)
   target = _target(lowered, asked, jaxpr)
   kernels = tuple(usage.of_program(jaxpr))
@@ -149,13 +149,31 @@ def ledgers(
     for one in cm.ledgers(kernel, x, chip="v6e:2x2"):
       print(one)
   """
-  asked = chips.chip(chip) if isinstance(chip, str) else chip
-  jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+  asked, jitted = _chip(chip), _jitted(fn)
   topology.keep_jax_on_cpu()
   device = asked.abstract_device(platform="tpu")
   with _compat.empty_device_context(device):
     traced = jitted.trace(*jax.tree.map(_shape_of, args))
   return ledger.of_program(traced.jaxpr.jaxpr, asked)
+
+
+def _chip(asked: str | chips.Chip) -> chips.Chip:
+  if isinstance(asked, chips.Chip):
+    return asked
+  if not isinstance(asked, str):
+    raise errors.ChipError(
+      f"chip must be a name such as 'v5p:2x2x1', or a cm.Chip; got {asked!r}."
+    )
+  return chips.chip(asked)
+
+
+def _jitted(fn: Any) -> Any:
+  if not callable(fn):
+    raise errors.UnsupportedError(
+      f"fn must be a function, jitted or not; got {type(fn).__name__}. Pass the"
+      " function itself, and its arguments after it: cm.compile(fn, x)."
+    )
+  return fn if hasattr(fn, "trace") else jax.jit(fn)
 
 
 def _lowered(
@@ -262,9 +280,14 @@ def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
 def _shape_of(leaf: Any) -> Any:
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
-  return jax.ShapeDtypeStruct(
-    jax.numpy.shape(leaf), jax.numpy.result_type(leaf)
-  )
+  try:
+    dtype = jax.numpy.result_type(leaf)
+  except TypeError as error:
+    raise errors.DTypeError(
+      "The arguments of fn must be arrays, numbers or jax.ShapeDtypeStruct; got"
+      f" {type(leaf).__name__}. Pass what is none by functools.partial."
+    ) from error
+  return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype)
 
 
 def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:

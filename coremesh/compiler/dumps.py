@@ -101,6 +101,9 @@ def collect(
     The operations in the order in which libtpu wrote their code; the program
     around them is "TLP". What Mosaic wrote names a kernel, not an instruction;
     of several kernels with one name it goes to the one whose program it is.
+
+  Raises:
+    ValueError: a kernel of the program has no machine code.
   """
   kernels = _kernels(hlo, kernel_module)
   found: dict[str, dict[str, str]] = {}
@@ -119,7 +122,21 @@ def collect(
     operations.append(
       Texts(name=name, kernel=kernel and kernel[0], texts=texts)
     )
+  _check_kernels({k[0] for k in kernels.values()}, operations)
   return operations
+
+
+def _check_kernels(kernels: set[str], operations: list[Texts]) -> None:
+  """Every kernel must have machine code, or libtpu writes it elsewhere."""
+  with_code = {
+    o.kernel for o in operations if o.texts.keys() & {"bundles", "sparsecore"}
+  }
+  if missing := sorted(kernels - with_code):
+    raise ValueError(
+      f"libtpu wrote no machine code of {', '.join(missing)} where coremesh"
+      " looks for it: files named *-packed-bundles-post-ra.txt or"
+      " *_bundles.txt. The disk may be full, or libtpu of another version."
+    )
 
 
 def module_texts(folder: pathlib.Path) -> dict[str, str]:

@@ -1,0 +1,64 @@
+"""What `cm.compile` is given or finds that is not as it must be."""
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import pytest
+
+import coremesh as cm
+from coremesh.compiler import dumps
+
+_X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+every_entry = pytest.mark.parametrize(
+  "entry", [cm.compile, cm.ledgers, cm.predict], ids=lambda f: f.__name__
+)
+
+
+def _double(x_ref, o_ref):
+  o_ref[...] = x_ref[...] * 2
+
+
+@every_entry
+@pytest.mark.parametrize("fn", [3, None, _X])
+def test_what_is_no_function_is_refused(fn, entry):
+  with pytest.raises(cm.UnsupportedError, match="fn must be a function, jitt"):
+    entry(fn, _X, chip="v6e:2x2")
+
+
+@every_entry
+def test_an_argument_that_is_no_array_is_refused(entry):
+  with pytest.raises(
+    cm.DTypeError, match="must be arrays, numbers or.*got str"
+  ):
+    entry(lambda x: x, "text", chip="v6e:2x2")
+
+
+@every_entry
+@pytest.mark.parametrize(
+  ("chip", "reason"),
+  [("v9", "There is no chip 'v9'"), (5, "chip must be a name such as")],
+)
+def test_a_chip_that_is_not_there_is_refused(chip, reason, entry):
+  with pytest.raises(cm.ChipError, match=reason):
+    entry(lambda x: x, _X, chip=chip)
+
+
+def test_machine_code_that_is_not_where_it_must_be_is_an_error(monkeypatch):
+  """As if the disk were full, or libtpu named its files otherwise."""
+  flags = dumps.flags
+  monkeypatch.setattr(
+    dumps,
+    "flags",
+    lambda folder: [
+      word.replace("^packed-bundles-post-ra", "^nothing")
+      for word in flags(folder)
+    ],
+  )
+  kernel = pl.pallas_call(_double, out_shape=_X)
+  with pytest.raises(cm.CompileError) as caught:
+    # A flag that no other test gives, as the worker must be one of its own.
+    flag = {"xla_tpu_scoped_vmem_limit_kib": 12345}
+    cm.compile(kernel, _X, chip="v6e:2x2", flags=flag)
+  text = str(caught.value)
+  assert "What libtpu writes must be of the form coremesh reads" in text
+  assert "libtpu wrote no machine code of _double where" in text
