@@ -40,8 +40,12 @@ def predict(
   cycle; copies take what a model of HBM says, whose uncertainty is the range
   of the result. What data decide is named and the result marked as assumed.
 
-  Not modelled: signals and copies between cores and devices, SparseCores, the
-  time between operations, strides of copies.
+  Cores that signal or send to each other, on one device or several, are run
+  together; kernels of vector subcores from the SparseCore's own code. What
+  these rest on is not calibrated, and is named in the result.
+
+  Not modelled: kernels of scalar subcores, the time between operations, strides
+  of copies.
 
   Args:
     compiled_or_fn: a `cm.Compiled`, or a function as for `cm.compile`.
@@ -54,8 +58,8 @@ def predict(
     Cycles and time for each operation and core, what limits them and where.
 
   Raises:
-    UnsupportedError: a kernel holds something that is not modelled, such as a
-      copy to another core.
+    UnsupportedError: a kernel holds something that is not modelled, or its
+      cores wait for what nobody sends.
     ChipError: chip is not the one the program was compiled for.
 
   Example:
