@@ -22,12 +22,33 @@ _DEFAULT_CHIP = "v5p:2x2x1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Limits:
+  """What libtpu lets the cores of a chip hold that JAX's table does not have.
+
+  Read from what libtpu 0.0.50.1 answers to kernels that hold too much, such as
+  "sflag capacity 2.0K", "smem_tile: 2046 is the last word". It takes some of
+  them for itself, so that a kernel that is just within them may not fit.
+  """
+
+  semaphores_per_tensor_core: int
+  semaphores_per_vector_subcore: int
+  semaphores_per_scalar_subcore: int
+  smem_words_per_vector_subcore: int = 2047
+  smem_words_per_scalar_subcore: int = 16329
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-  """How one TPU generation is named; every number comes from JAX's table."""
+  """How one TPU generation is named; its numbers come from JAX's table.
+
+  Attributes:
+    limits: what JAX's table has not, None if libtpu was not asked.
+  """
 
   version: pltpu.ChipVersion
   device_kind: str
   one_host: tuple[int, ...]
+  limits: _Limits | None = None
 
 
 _FAMILIES = {
@@ -45,16 +66,31 @@ _FAMILIES = {
     version=pltpu.ChipVersion.TPU_V5P,
     device_kind="TPU v5",
     one_host=(2, 2, 1),
+    limits=_Limits(
+      semaphores_per_tensor_core=512,
+      semaphores_per_vector_subcore=28,
+      semaphores_per_scalar_subcore=7041,
+    ),
   ),
   "v6e": _Family(
     version=pltpu.ChipVersion.TPU_V6E,
     device_kind="TPU v6 lite",
     one_host=(2, 2),
+    limits=_Limits(
+      semaphores_per_tensor_core=512,
+      semaphores_per_vector_subcore=28,
+      semaphores_per_scalar_subcore=7051,
+    ),
   ),
   "tpu7x": _Family(
     version=pltpu.ChipVersion.TPU_7X,
     device_kind="TPU7x",
     one_host=(2, 2, 1),
+    limits=_Limits(
+      semaphores_per_tensor_core=4096,
+      semaphores_per_vector_subcore=60,
+      semaphores_per_scalar_subcore=7051,
+    ),
   ),
 }
 
@@ -189,6 +225,41 @@ class Chip:
   def vmem_bytes_per_vector_subcore(self) -> int:
     """Private vector memory of a vector subcore, 0 if there are none."""
     return self._sparse_core("vmem_capacity_bytes")
+
+  @property
+  def shared_vmem_bytes_per_sparse_core(self) -> int:
+    """Memory that VMEM of all vector subcores and VMEM_SHARED are parts of.
+
+    libtpu counts the VMEM of all subcores, of those that a mesh leaves out too.
+    """
+    return (
+      self.vmem_bytes_per_vector_subcore * self.vector_subcores_per_sparse_core
+    )
+
+  def smem_bytes_per_subcore(self, kind: Literal["vector", "scalar"]) -> int:
+    """Scalar memory of a subcore, 0 if it is not known; libtpu 0.0.50.1's."""
+    limits = _FAMILIES[self.generation].limits
+    if limits is None:
+      return 0
+    if kind == "scalar":
+      return 4 * limits.smem_words_per_scalar_subcore
+    return 4 * limits.smem_words_per_vector_subcore
+
+  def semaphores_per_core(
+    self, kind: Literal["tensor", "vector", "scalar"]
+  ) -> int:
+    """Semaphores of a TensorCore, or of a vector or scalar subcore.
+
+    0 if it is not known. libtpu 0.0.50.1's; some of them it needs itself.
+    """
+    limits = _FAMILIES[self.generation].limits
+    if limits is None:
+      return 0
+    return {
+      "tensor": limits.semaphores_per_tensor_core,
+      "vector": limits.semaphores_per_vector_subcore,
+      "scalar": limits.semaphores_per_scalar_subcore,
+    }[kind]
 
   @property
   def sparse_core_dma_granule_bytes(self) -> int:

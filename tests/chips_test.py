@@ -42,6 +42,9 @@ _FROM_TABLE = dict(
   vector_subcores_per_sparse_core=lambda t: _sparse(t, "num_subcores"),
   sparse_core_lanes=lambda t: _sparse(t, "num_lanes"),
   vmem_bytes_per_vector_subcore=lambda t: _sparse(t, "vmem_capacity_bytes"),
+  shared_vmem_bytes_per_sparse_core=lambda t: (
+    _sparse(t, "vmem_capacity_bytes") * _sparse(t, "num_subcores")
+  ),
   sparse_core_dma_granule_bytes=lambda t: _sparse(t, "dma_granule_size_bytes"),
 )
 _IDENTITY = {"name", "version", "device_kind", "info"}

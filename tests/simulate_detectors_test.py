@@ -549,6 +549,53 @@ def test_fetch_and_add(wrong):
     np.testing.assert_array_equal(y, np.full(8, 1 + 2 + 3 + 4))
 
 
+def _hand_on(place):
+  """Subcore 0 writes a line, then adds; subcore 1 adds, then writes it too."""
+
+  def body(o_hbm, counts, line):
+    subcore = lax.axis_index("subcore")
+    counts[0], counts[1] = 0, 0
+    line[...] = jnp.full(8, subcore)
+    plsc.subcore_barrier()
+
+    @pl.when(subcore == 0)
+    def _():
+      pltpu.sync_copy(line, o_hbm)
+      plsc.fetch_and_add(counts.at[0], 1, subcore_id=0)
+
+    @pl.when(subcore == 1)
+    def _():
+      lax.while_loop(
+        lambda seen: seen == 0,
+        lambda seen: (
+          plsc.fetch_and_add(counts.at[0], 0, subcore_id=0)
+          if place == 0
+          else plsc.fetch_and_add(counts.at[1], 1, subcore_id=0)
+        ),
+        0,
+      )
+      pltpu.sync_copy(line, o_hbm)
+
+    plsc.subcore_barrier()
+
+  return body
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_additions_order_those_who_add_to_the_same_element(place):
+  made = _on_subcores(
+    _hand_on(place),
+    out=_out(8, dtype=np.int32),
+    scratch=[pltpu.SMEM((2,), np.int32), pltpu.VMEM((8,), np.int32)],
+    cores=functools.partial(_subcores, subcores=2),
+  )
+  if place == 0:
+    (y,) = simulating.silent(made, seeds=range(6))
+    np.testing.assert_array_equal(y, np.ones(8))
+  else:
+    assert "'o_hbm'" in simulating.caught(made, "race", seeds=range(6))
+
+
 # --- scopes ------------------------------------------------------------------
 
 
@@ -1143,6 +1190,55 @@ def test_memory_over_the_capacity_of_a_vector_subcore(chip, words, fits):
     text = simulating.caught(made, "memory", seeds=range(1))
     assert "A vector subcore of" in text
     assert "'table'" in text
+
+
+@pytest.mark.parametrize(
+  ("chip", "scratch", "text"),
+  [
+    ("v5p", [pltpu.VMEM_SHARED((1 << 21,), np.int32)], None),
+    ("v5p", [pltpu.VMEM_SHARED((9 << 18,), np.int32)], "has 8 MiB for VMEM_SH"),
+    ("v6e", [pltpu.VMEM_SHARED((1 << 21,), np.int32)], "has 4 MiB for VMEM_SH"),
+    # The VMEM of 16 subcores comes out of the same memory.
+    (
+      "v5p",
+      [
+        pltpu.VMEM((1 << 16,), np.int32),
+        pltpu.VMEM_SHARED((1 << 20,), np.int32),
+      ],
+      None,
+    ),
+    (
+      "v5p",
+      [
+        pltpu.VMEM((1 << 16,), np.int32),
+        pltpu.VMEM_SHARED((5 << 18,), np.int32),
+      ],
+      "256 KiB of VMEM on each",
+    ),
+    ("v5p", [pltpu.SMEM((1024,), np.int32)], None),
+    (
+      "tpu7x",
+      [pltpu.SMEM((4096,), np.int32)],
+      "subcore of tpu7x has 7.99609 KiB",
+    ),
+    ("v5p", [_REGULAR((16,))], None),
+    ("v6e", [_REGULAR((32,))], "has 28 of SEMAPHORES, but the kernel holds 32"),
+    ("tpu7x", [_REGULAR((32,))], None),
+  ],
+)
+def test_what_the_subcores_of_a_sparse_core_hold(chip, scratch, text):
+  """libtpu takes, and refuses, the same (0.0.50.1)."""
+  made = _on_subcores(
+    lambda o_hbm, *held: None,
+    out=_out(8, dtype=np.int32),
+    scratch=scratch,
+    chip=chip,
+  )
+  if text is None:
+    assert not made.program_excess()
+  else:
+    (found,) = made.program_excess()
+    assert text in found
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -156,6 +156,7 @@ def place_of_type(ref_type: Any, mesh: Any) -> tuple[str, Any]:
 
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
+_JAX = jax.__file__.removesuffix("__init__.py")
 
 
 def source_line(eqn: Any) -> str:
@@ -166,6 +167,17 @@ def source_line(eqn: Any) -> str:
       file = frame.file_name.rsplit("/", 1)[-1]
       return f"{file}:{frame.start_line} ({frame.function_name})"
   return ""
+
+
+def is_of_pipeline(eqn: Any) -> bool:
+  """Whether JAX's pipelines wrote an equation, and not the body of one."""
+  traceback = eqn.source_info.traceback
+  for frame in traceback.frames if traceback else ():  # The innermost first.
+    if frame.file_name == _pipeline.__file__:
+      return True
+    if not frame.file_name.startswith(_JAX):
+      return False
+  return False
 
 
 def eqn_types(eqn: Any) -> tuple[list[Any], list[Any]]:

@@ -154,6 +154,8 @@ class Ledger:
       return self.vmem_limit_bytes or scoped_vmem_bytes(chip)
     if memory == "SMEM" and not self.is_sparse:
       return chip.smem_bytes_per_tensor_core
+    if memory == "semaphores" and not self.is_sparse:
+      return chip.semaphores_per_core("tensor") or None
     return None
 
   def __str__(self) -> str:

@@ -25,40 +25,79 @@ class Holdings:
 
   def hold(self, declaration: Any) -> None:
     """A scope of a declared memory begins."""
-    if declaration.is_semaphore or declaration.space not in ("vmem", "smem"):
+    memory = _memory_of(declaration)
+    if memory not in _AMOUNTS:
       return
     self._held.append(declaration)
-    there = tuple(d for d in self._held if d.space == declaration.space)
-    size = sum(map(size_bytes, there))
-    if size > self._most.get(declaration.space, (0, ()))[0]:
-      self._most[declaration.space] = size, there
+    there = tuple(d for d in self._held if _memory_of(d) == memory)
+    amount = sum(map(_AMOUNTS[memory], there))
+    if amount > self._most.get(memory, (0, ()))[0]:
+      self._most[memory] = amount, there
 
   def drop(self, declaration: Any) -> None:
     """The scope ends."""
     if declaration in self._held:
       self._held.remove(declaration)
 
-  def excess(self, chip: chips.Chip, *, is_sparse: bool) -> list[str]:
+  def excess(self, chip: chips.Chip, mesh: Any) -> list[str]:
     """What does not fit into the memories of a core of the chip, in words.
 
-    JAX's table has no size for the memory that subcores share, the scalar
-    memory of a SparseCore, and semaphores, so that these always fit.
+    Args:
+      chip: the chip.
+      mesh: of cores of one kind.
     """
-    core = "vector subcore" if is_sparse else "TensorCore"
-    have = {
-      "vmem": chip.vmem_bytes_per_vector_subcore
-      if is_sparse
-      else chip.vmem_bytes_per_tensor_core,
-      "smem": 0 if is_sparse else chip.smem_bytes_per_tensor_core,
-    }
+    kind = _KINDS.get(type(mesh).__name__, "tensor")
+    core = "TensorCore" if kind == "tensor" else f"{kind} subcore"
+    found = []
+    for memory, have in _sizes(chip, kind).items():
+      held, declarations = self._most.get(memory, (0, ()))
+      if have and held > have:
+        written = str if memory == "semaphores" else _bytes
+        found.append(
+          f"A {core} of {chip.generation} has {written(have)} of"
+          f" {memory.upper()}, but the kernel holds {written(held)} at once,"
+          f" tiles filled up: {_named(declarations)}. Use smaller blocks or"
+          " fewer buffers."
+        )
+    if kind == "vector":
+      found += self._excess_of_sparse_core(chip)
+    return found
+
+  def _excess_of_sparse_core(self, chip: chips.Chip) -> list[str]:
+    """VMEM_SHARED takes its part of the memory that subcores' VMEM is in."""
+    shared, declarations = self._most.get("vmem_shared", (0, ()))
+    own, _ = self._most.get("vmem", (0, ()))
+    subcores = chip.vector_subcores_per_sparse_core
+    have = chip.shared_vmem_bytes_per_sparse_core
+    if not shared or shared + subcores * own <= have:
+      return []
     return [
-      f"A {core} of {chip.generation} has {_bytes(have[space])} of"
-      f" {space.upper()}, but the kernel holds {_bytes(size)} at once, tiles"
-      f" filled up: {_named(declarations)}. Use smaller blocks or fewer"
-      " buffers."
-      for space, (size, declarations) in self._most.items()
-      if have.get(space) and size > have[space]
+      f"A SparseCore of {chip.generation} has {_bytes(have)} for VMEM_SHARED"
+      f" and the VMEM of its {subcores} subcores, but the kernel holds"
+      f" {_bytes(shared)} of VMEM_SHARED ({_named(declarations)}) and"
+      f" {_bytes(own)} of VMEM on each. Use smaller buffers."
     ]
+
+
+_KINDS = {"VectorSubcoreMesh": "vector", "ScalarSubcoreMesh": "scalar"}
+
+
+def _memory_of(declaration: Any) -> str:
+  return "semaphores" if declaration.is_semaphore else declaration.space
+
+
+def _sizes(chip: chips.Chip, kind: Any) -> dict[str, int]:
+  """What a core has of each of its own memories, 0 where nobody says."""
+  if kind == "tensor":
+    vmem, smem = (
+      chip.vmem_bytes_per_tensor_core,
+      chip.smem_bytes_per_tensor_core,
+    )
+  else:
+    vmem = chip.vmem_bytes_per_vector_subcore if kind == "vector" else 0
+    smem = chip.smem_bytes_per_subcore(kind)
+  semaphores = chip.semaphores_per_core(kind)
+  return {"vmem": vmem, "smem": smem, "semaphores": semaphores}
 
 
 def size_bytes(declaration: Any) -> int:
@@ -71,15 +110,30 @@ def size_bytes(declaration: Any) -> int:
   return declaration.num_buffers * size
 
 
+_AMOUNTS = {
+  "vmem": size_bytes,
+  "smem": size_bytes,
+  "vmem_shared": size_bytes,
+  "semaphores": lambda declaration: math.prod(declaration.shape),
+}
+
+
 def _named(declarations: Sequence[Any]) -> str:
-  largest = sorted(declarations, key=size_bytes, reverse=True)
-  parts = [
-    f"{d.name!r} {d.shape} of {np.dtype(d.dtype).name}, {_bytes(size_bytes(d))}"
-    + (f" in {d.num_buffers} buffers" if d.num_buffers > 1 else "")
-    for d in largest[:_MAX_NAMED]
-  ]
+  amount = _AMOUNTS[_memory_of(declarations[0])]
+  largest = sorted(declarations, key=amount, reverse=True)
+  parts = [_described(d) for d in largest[:_MAX_NAMED]]
   more = len(largest) - _MAX_NAMED
   return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _described(declaration: Any) -> str:
+  text = f"{declaration.name!r} {declaration.shape}"
+  if declaration.is_semaphore:
+    return text
+  text += f" of {np.dtype(declaration.dtype).name}"
+  text += f", {_bytes(size_bytes(declaration))}"
+  count = declaration.num_buffers
+  return text + (f" in {count} buffers" if count > 1 else "")
 
 
 def _bytes(size: int) -> str:

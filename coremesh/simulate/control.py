@@ -178,9 +178,7 @@ def _pipeline(em: emitter.Emitter, eqn: Any) -> None:
   args = em.atoms(eqn.invars)
   outer, dims = em.grid, kernel_ir.pipeline_dims(eqn, args)
   em.grid = [("np.int32(0)", str(d)) for d in dims] + list(outer)
-  em.moves_blocks = True
   em.bind(eqn, em.inline(jaxpr, args))
-  em.moves_blocks = False
   em.grid = outer
 
 
@@ -193,9 +191,7 @@ def _pipeline_body(em: emitter.Emitter, eqn: Any) -> None:
     len(indices) :
   ]
   args = leaves if eqn.params["_explicit_indices"] else []
-  em.moves_blocks = False
   em.inline(eqn.params["jaxpr"], [*args, *refs], constants)
-  em.moves_blocks = True
   em.grid = outer
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from coremesh._compat import kernel_ir
 from coremesh.simulate import access, address, emitter
 
 
@@ -65,7 +66,8 @@ def _dma_start(em: emitter.Emitter, eqn: Any) -> None:
   src, dst, dst_sem, src_sem, device_id = eqn.params["tree"].unflatten(values)
   src, dst = access.Part(em, src), access.Part(em, dst)
   src.declaration.is_shared = dst.declaration.is_shared = True
-  if em.moves_blocks and dst.declaration.space not in ("hbm", "host"):
+  is_far = dst.declaration.space in ("hbm", "host")
+  if kernel_ir.is_of_pipeline(eqn) and not is_far:
     dst.declaration.is_block = True
   site = em.site(
     f"copy from {src.declaration.name!r} to {dst.declaration.name!r}"

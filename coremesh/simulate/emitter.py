@@ -134,7 +134,6 @@ class Emitter(Source):
     numbers: the value behind each name of a number that is known now.
     unused: results, of equations that do more than compute, nobody asks for.
     counted: results that count wherever they are; see `selects`.
-    moves_blocks: whether what is written is a pipeline, outside its body.
     loads: the places of the loads written so far.
     grid: for each grid dimension of the program, its index and its size.
     crosses_devices: whether anything written so far reaches another device.
@@ -179,7 +178,6 @@ class Emitter(Source):
     self.numbers: dict[str, Any] = {}
     self.unused: set[Any] = set()
     self.counted: set[Any] = set()
-    self.moves_blocks = False
     self.loads: list[Name] = []
     self._live: dict[int, tuple[Any, list[Any]]] = {}
     self._line = "the kernel's start"

@@ -131,7 +131,7 @@ def compile_program(
       if declaration is not None and declaration.mesh == mesh:
         em.holdings.hold(declaration)
     parts.append(_compile_part(em, kernel, jaxpr, operands))
-    excess += em.holdings.excess(chip, is_sparse=parts[-1].is_sparse)
+    excess += em.holdings.excess(chip, mesh)
     crosses |= em.crosses_devices
     scoped += em.scoped
   return Program(
