@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import kernel_rows
 import coremesh as cm
 from coremesh import spec
 from coremesh.kernels.matmul import SPEC as MATMUL
@@ -67,6 +68,8 @@ def works() -> Iterator[Work]:
         jax_matmul.matmul, block_shape=(512, 1024), block_k=512
       )
     yield _work(MATMUL, name, case, others)
+  for kernel, name, case, others in kernel_rows.rows():
+    yield _work(kernel, name, case, others)
 
 
 def _work(

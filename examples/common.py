@@ -57,6 +57,11 @@ def ran_on(mesh: jax.sharding.Mesh) -> str:
   return "TPU" if kind == "tpu" else "simulated"
 
 
+def is_compiling() -> bool:
+  """Whether --compile asks for what needs the compiler."""
+  return bool(_COMPILE.value)
+
+
 def compile_if_asked(build: Build, *args: Any) -> None:
   """With --compile: compiles the example for its chip and prints the result.
 
@@ -64,7 +69,7 @@ def compile_if_asked(build: Build, *args: Any) -> None:
     build: makes the example's function for a chip and a device mesh of it.
     *args: arguments of that function, arrays or their shapes.
   """
-  if _COMPILE.value:
+  if is_compiling():
     print(compiled(chip(), build, *args))
 
 

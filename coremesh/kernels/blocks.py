@@ -133,6 +133,13 @@ def within(size: int, block: int, *, axis: int) -> Any:
   return jnp.minimum(block, size - pl.program_id(axis) * block)
 
 
+def num_parts(size: Any, part: int) -> Any:
+  """How many parts a size has, the last maybe partial: int32 if not static."""
+  if isinstance(size, int):
+    return pl.cdiv(size, part)
+  return jax.lax.div(size + np.int32(part - 1), np.int32(part))
+
+
 def loop(
   stop: Any, body: Callable[[Any, Any], Any], carry: Any, *, first: int = 0
 ) -> Any:

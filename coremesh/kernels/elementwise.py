@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.extend import core as jex_core
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, launch, place
@@ -119,8 +120,14 @@ def _backward(fn, block_bytes, arrays, cotangents):
       inputs, cts = parts[: len(arrays)], parts[len(arrays) :]
       return _vjp(fn, inputs, cts, is_float)
 
+    def in_kernel(*parts):
+      # Traced on its own: in a kernel, what is loaded varies over devices and
+      # what is computed does not, which jax.vjp takes for a mistake.
+      types = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts]
+      return jex_core.jaxpr_as_fun(jax.make_jaxpr(gradient)(*types))(*parts)
+
     dtypes = [a.dtype for a in floats]
-    gradients = iter(_run(gradient, (*arrays, *given), dtypes, block_bytes))
+    gradients = iter(_run(in_kernel, (*arrays, *given), dtypes, block_bytes))
   return tuple(next(gradients, None) if flag else None for flag in is_float)
 
 
@@ -264,7 +271,7 @@ def _over_parts(compute, block, shape) -> None:
       where = i if axis == 0 else pl.ds(i * size, size)
       along(axis + 1, (*index, where))
 
-    blocks.loop(pl.cdiv(inside, size), part, None)
+    blocks.loop(blocks.num_parts(inside, size), part, None)
 
   along(0, ())
 

@@ -133,13 +133,13 @@ def last_axis(fold, x, *, block_bytes, chip) -> jax.Array:
         return fold.add(so_far, fold.down(value, size=blocks.LANES, axis=1))
 
       so_far = tuple(ref[where, :] for ref in sums_vmem)
-      count = pl.cdiv(valid, part_columns)
+      count = blocks.num_parts(valid, part_columns)
       for ref, value in zip(
         sums_vmem, blocks.loop(count, add_columns, so_far), strict=True
       ):
         ref[where, :] = value
 
-    blocks.loop(pl.cdiv(inside, part_rows), add_rows, None)
+    blocks.loop(blocks.num_parts(inside, part_rows), add_rows, None)
 
   def write(sums_vmem, y_vmem) -> None:
     def write_strip(i, _):
@@ -192,7 +192,7 @@ def rows(fold, x, *, block_bytes, chip) -> jax.Array:
   def each_part(body) -> None:
     inside = blocks.within(width, columns, axis=1)
     blocks.loop(
-      pl.cdiv(inside, part_columns),
+      blocks.num_parts(inside, part_columns),
       lambda i, _: body(pl.ds(i * part_columns, part_columns)),
       None,
     )
@@ -208,7 +208,7 @@ def rows(fold, x, *, block_bytes, chip) -> jax.Array:
         return fold.add(so_far, fold.down(value, size=sublanes, axis=0))
 
       so_far = tuple(ref[:, where] for ref in sums_vmem)
-      count = pl.cdiv(valid, group)
+      count = blocks.num_parts(valid, group)
       for ref, value in zip(
         sums_vmem, blocks.loop(count, add_rows, so_far), strict=True
       ):
@@ -270,9 +270,9 @@ def leading(fold, x, *, block_bytes, chip) -> jax.Array:
       def each_column(j, _):
         body(pl.ds(i * tile, tile), pl.ds(j * part_columns, part_columns))
 
-      blocks.loop(pl.cdiv(in_columns, part_columns), each_column, None)
+      blocks.loop(blocks.num_parts(in_columns, part_columns), each_column, None)
 
-    blocks.loop(pl.cdiv(in_rows, tile), each_row, None)
+    blocks.loop(blocks.num_parts(in_rows, tile), each_row, None)
 
   def add(x_vmem, sums_vmem) -> None:
     valid = blocks.within(n, depth, axis=4)
@@ -285,7 +285,7 @@ def leading(fold, x, *, block_bytes, chip) -> jax.Array:
         return fold.add(so_far, fold.down(value, size=1, axis=0)[0])
 
       so_far = tuple(ref[where] for ref in sums_vmem)
-      count = pl.cdiv(valid, group)
+      count = blocks.num_parts(valid, group)
       for ref, value in zip(
         sums_vmem, blocks.loop(count, add_group, so_far), strict=True
       ):

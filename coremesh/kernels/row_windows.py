@@ -82,7 +82,7 @@ class Window:
       return on_chunk
 
     if not isinstance(self.num_columns, int):
-      count = pl.cdiv(self.num_columns, size)
+      count = blocks.num_parts(self.num_columns, size)
       return blocks.loop(count, part(size, False), carry)
     count, rest = divmod(self.block_width, size)
     whole = min(count, self.num_columns // size)

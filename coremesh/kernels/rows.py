@@ -65,7 +65,7 @@ def run(
   types = [jax.ShapeDtypeStruct(views[0].shape, d) for d in out_dtypes]
   scratch: dict[str, Any] = {}
   if operation.num_sums:
-    sums = operation.num_sums * blocks.SUBLANES, plan.padded_width
+    sums = operation.num_sums * blocks.SUBLANES, plan.sums_width
     shape_of_cores = chip.tensor_cores_per_device, *sums
     types.append(jax.ShapeDtypeStruct(shape_of_cores, jnp.float32))
     scratch["sums_vmem"] = pltpu.VMEM(sums, jnp.float32)
@@ -85,7 +85,7 @@ def run(
   if not operation.num_sums:
     return outs, []
   parts = results[-1].reshape(
-    -1, operation.num_sums, blocks.SUBLANES, plan.padded_width
+    -1, operation.num_sums, blocks.SUBLANES, plan.sums_width
   )
   return outs, list(parts.sum(axis=(0, 2))[:, : shape[-1]])
 
@@ -190,6 +190,11 @@ class _Plan:
   def holds_rows(self) -> bool:
     """Whether a block holds whole rows."""
     return self.block[2] == self.padded_width
+
+  @property
+  def sums_width(self) -> int:
+    """The columns of all blocks, which may reach beyond the array."""
+    return pl.cdiv(self.padded_width, self.block[2]) * self.block[2]
 
   @property
   def folded_shape(self) -> tuple[int, int, int]:
@@ -314,7 +319,9 @@ class _Plan:
     batch, num_rows, _ = self.shapes[0]
     if self.block[0] > 1:
       return self._strips_of_batch * blocks.within(batch, self.block[0], axis=0)
-    return pl.cdiv(blocks.within(num_rows, self.block[1], axis=1), self.strip)
+    return blocks.num_parts(
+      blocks.within(num_rows, self.block[1], axis=1), self.strip
+    )
 
   @property
   def _strips_of_batch(self) -> int:
