@@ -194,6 +194,9 @@ def test_a_kernel_that_cannot_be_predicted_has_a_ledger_and_a_reason():
   kept = found.as_dict()
   assert kept["unpredicted"] == [{"operation": name, "reason": reason}]
   assert kept["ledgers"][0]["memories"]["VMEM"]["predicted_per_core"] == 8192
+  assert "for the rest" not in text
+  times = [d for d in found.compare(kept).differences if "time," in d.quantity]
+  assert [(d.before, d.after) for d in times] == [(None, None)] * 3
 
 
 def test_progress_says_what_is_going_on(compiled, capsys):

@@ -110,9 +110,9 @@ def compare(before: Record, after: Record) -> Comparison:
 
 def _program(before: Record, after: Record) -> Iterator[Difference]:
   rows = (
-    ("time, central", "µs", lambda r: r["microseconds"]["central"]),
-    ("time, low", "µs", lambda r: r["microseconds"]["low"]),
-    ("time, high", "µs", lambda r: r["microseconds"]["high"]),
+    ("time, central", "µs", lambda r: _time(r, "central")),
+    ("time, low", "µs", lambda r: _time(r, "low")),
+    ("time, high", "µs", lambda r: _time(r, "high")),
     ("of it XLA's operations", "µs", _of_xla),
     ("HBM between operations", "bytes", lambda r: _memory(r, "temp")),
     ("machine code", "bytes", lambda r: _memory(r, "generated_code")),
@@ -125,6 +125,11 @@ def _program(before: Record, after: Record) -> Iterator[Difference]:
       before=of(before),
       after=of(after),
     )
+
+
+def _time(found: Record, which: str) -> float | None:
+  """Of all operations; None if one of them has none."""
+  return None if found["unpredicted"] else found["microseconds"][which]
 
 
 def _of_xla(found: Record) -> float:

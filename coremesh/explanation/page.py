@@ -84,7 +84,9 @@ def head(found: Findings) -> Text:
   if found.unpredicted:
     which = ", ".join(found.unpredicted)
     made.append(f": no time for {which}", style="bold yellow")
-    made.append(f", {time} µs for the rest")
+    made.append(
+      f", {time} µs for the rest" if found.prediction.operations else ""
+    )
   else:
     made.append(f": {time} µs", style="bold green")
   made.append(", predicted from compiled bundles, not measured")
