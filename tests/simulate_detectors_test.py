@@ -572,7 +572,7 @@ def _hand_on(place):
           if place == 0
           else plsc.fetch_and_add(counts.at[1], 1, subcore_id=0)
         ),
-        0,
+        jnp.int32(0),
       )
       pltpu.sync_copy(line, o_hbm)
 

@@ -1,10 +1,13 @@
 """Two copies on one semaphore: a wait for one is not a wait for the other."""
 
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 import numpy as np
 import pytest
 
+import coremesh as cm
 from tests import simulating
 
 _SLAB = (8, 128)
@@ -80,3 +83,54 @@ def test_a_copy_raises_a_regular_semaphore_by_one(waits, dma):
     found = {f.kind: f.text for f in made.findings(x, dma=dma)}
     assert "ends with 1 copies that nobody waited for" in found["unwaited"]
     assert "race" in found
+
+
+def _two_senders(x_hbm, o_hbm, line, seen, ready):
+  """Subcore 0 takes the first signal for subcore 1's if no other is there."""
+  subcore = lax.axis_index("subcore")
+  pltpu.sync_copy(x_hbm, line)
+  plsc.subcore_barrier()
+
+  @pl.when(subcore > 0)
+  def _():
+    pltpu.sync_copy(line, seen.at[subcore - 1])
+    pl.semaphore_signal(ready, 1, device_id={"core": 0, "subcore": 0})
+
+  @pl.when(subcore == 0)
+  def _():
+    pl.semaphore_wait(ready, 1)
+    is_other_there = pl.semaphore_read(ready) == 1
+
+    @pl.when(is_other_there)
+    def _():
+      pl.semaphore_wait(ready, 1)
+
+    pltpu.sync_copy(seen.at[0], o_hbm)
+
+    @pl.when(lax.bitwise_not(is_other_there))
+    def _():
+      pl.semaphore_wait(ready, 1)
+
+  plsc.subcore_barrier()
+
+
+def test_explore_finds_a_race_of_two_senders_that_some_seeds_hide():
+  x = np.arange(16, dtype=np.float32)
+  made = simulating.kernel(
+    _two_senders,
+    x,
+    out=simulating.Shape((16,), np.float32),
+    cores=lambda chip: chip.vector_subcores(num_cores=1, num_subcores=3),
+    scratch_types=[
+      pltpu.VMEM((16,), np.float32),
+      pltpu.VMEM_SHARED((2, 16), np.float32),
+      pltpu.SemaphoreType.REGULAR,
+    ],
+    compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
+  )
+  silent = [seed for seed in range(30) if not made.findings(x, seed=seed)]
+  assert silent
+  found = cm.explore(made.call, x)
+  assert found.first is not None
+  assert "race" in {f.kind for f in found.first.findings}
+  assert "'seen'" in str(found) or "VMEM_SHARED" in str(found)
