@@ -73,6 +73,7 @@ class Code:
     spaces: the memory that each value which is a pointer points to.
     semaphores: numbers of those the program names, each the first of an array.
     identity: how the program finds out where it runs.
+    moved: the values that are another value as a pointer.
   """
 
   def __init__(
@@ -85,6 +86,11 @@ class Code:
     self.spaces = layout.spaces(program)
     self.semaphores = layout.semaphores(program, self.bases)
     self.identity = addresses.identity(program, num_devices)
+    self.moved = {
+      s.result.value
+      for s in program.slots
+      if s.result is not None and s.opcode.startswith("int_to_ptr")
+    }
     self._leaders = {s.target for s in program.slots if s.target is not None}
     self._stretches: dict[int, Stretch] = {}
 
@@ -173,6 +179,9 @@ class _Writer:
     """An expression for what a register holds before the bundle."""
     key = _key(register)
     held = self._held(key)
+    if held == _DYNAMIC and register.value in self._code.moved:
+      never = self._unknown(f"a pointer not computed (bundle {bundle:#x})")
+      return f"(r{key} if i{key} == {register.value} else {never})"
     if held == _DYNAMIC:
       test = f"i{key} != {register.value}"
       if condition:
@@ -297,7 +306,8 @@ class _Writer:
   def _move(self, slot: Slot, bundle: int) -> None:
     """A pointer as another kind of pointer, once its bundle has written it.
 
-    It may be of a value that was not computed, and then is not used.
+    It may be of a value that was not computed. Then the register holds what it
+    did, which may be read, and the pointer is not used.
     """
     source = slot.operands[0]
     if not isinstance(source, Register) or slot.predicate is not None:
@@ -305,7 +315,14 @@ class _Writer:
         f"Bundle {bundle:#x} holds {slot.opcode} of {source}, which is not"
         " modelled."
       )
+    assert slot.result is not None
     key = _key(source)
+    if self._held(key) == _DYNAMIC and _key(slot.result) == key:
+      self._written.add(key)
+      self._lines.append(
+        f"if i{key} == {source.value}: i{key} = {slot.result.value}"
+      )
+      return
     if self._held(key) == _DYNAMIC:
       never = self._unknown(f"a pointer not computed (bundle {bundle:#x})")
       word = f"r{key} if i{key} == {source.value} else {never}"
