@@ -38,9 +38,7 @@ def _trace(text: str, **place) -> Trace:
     if f.name.startswith("execute")
   ]
   code = translate.Code(function.program, delay_slots=0)
-  return scalar.trace_code(
-    code, effects.Place(core=0, **place), granule_bytes=4
-  )
+  return scalar.trace_code(code, effects.Place(core=0, **place))
 
 
 def _timed(text: str, chip: str):
@@ -165,6 +163,32 @@ def test_a_delay_is_so_many_empty_bundles():
     "0x1: { _ = sdelay $0x1 }\n0x2: { _ = shalt }\n.Lfunc_end0:\n"
   )
   assert _trace(text).cycles == 5 + 2 + 1
+
+
+def _shared(member: int) -> str:
+  """A copy of 3 granules into shared memory that signals a subcore."""
+  return (
+    "tec\nexecute0:\n"
+    f"0x0: {{ s1 = simm.s32 ${0x1C00 | member << 6 | 2:#x}  }}\n"
+    "0x1: { [spmem:s1], [sflag:s1] = dma.local [hbm:s1], $0x3  }\n"
+    "0x2: { _ = swait.ge [sflag:$0x2], $0x3  }\n0x3: { _ = shalt }\n"
+    ".Lfunc_end0:\n"
+  )
+
+
+def test_a_copy_into_shared_memory_counts_granules():
+  copy, wait = _trace(_shared(5), member=5).each_event()
+  assert (copy.kind, copy.flag, copy.amount * copy.unit_bytes) == (
+    "read",
+    2,
+    96,
+  )
+  assert (wait.flag, wait.amount) == (2, 3)
+
+
+def test_a_copy_that_signals_another_subcore_is_an_error():
+  with pytest.raises(UnsupportedError, match="it signals another subcore"):
+    _trace(_shared(4), member=5)
 
 
 def test_where_a_subcore_is_is_what_it_reads():

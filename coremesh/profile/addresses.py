@@ -6,6 +6,8 @@ machine code of signals and copies whose receiver is known:
     signal    chip << 17 | 1 << 15 | core << 14 | semaphore
     copy      overrides: 1 << 27 | core << 26 | 1 << 14 | chip
     semaphore of a copy's receiver: the low 13 bits
+    semaphore of a subcore, in a copy of shared memory:
+              7 << 10 | subcore << 6 | semaphore
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,9 @@ _COPY_CORE = 26
 _COPY_IS_REMOTE = 14
 _CHIP_MASK = (1 << 14) - 1
 FLAG_MASK = (1 << 13) - 1
+_MEMBER = 6
+_MEMBER_MASK = 15
+MEMBER_FLAG_MASK = 63
 # A slice of so many chips along an axis closes to a ring, as the documentation
 # of Cloud TPU says: cubes of 4 x 4 x 4, and 16 x 16 where there are two axes.
 _RING = {"v4": 4, "v5p": 4, "tpu7x": 4, "v5e": 16, "v6e": 16}
@@ -50,6 +55,11 @@ def of_copy(overrides: int, flag: int, source: str, place: str) -> Target:
     source=source,
     place=place,
   )
+
+
+def member_of(word: int) -> int:
+  """The subcore that a copy of shared memory signals."""
+  return word >> _MEMBER & _MEMBER_MASK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,7 +168,7 @@ class Core:
       self.next = self._ready(event, self._since)
 
   def _start_copy(self, event: Event, now: int) -> None:
-    num_bytes = event.amount * self.trace.granule_bytes
+    num_bytes = event.amount * event.unit_bytes
     self.tally[event.kind] += num_bytes
     is_local = event.kind == "local"
     serve = self._servers.local if is_local else self._servers.copy
@@ -190,7 +190,7 @@ class Core:
     if event.kind == "signal":
       self._deliver(to, now + self._servers.way(to), event.amount)
       return
-    num_bytes = event.amount * self.trace.granule_bytes
+    num_bytes = event.amount * event.unit_bytes
     self.tally["local" if to.way == "core" else "send"] += num_bytes
     left, arrived = self._servers.send(self.trace.device, to, now, num_bytes)
     if event.flag >= 0:

@@ -20,6 +20,7 @@ from coremesh.profile.values import Unknown, Word
 _WORDS_PER_GRANULE = GRANULE_BYTES // 4
 # What a copy that signals nobody but its receiver names as its other semaphore.
 _NO_FLAG = 131072
+_STREAM_UNIT_BYTES = 4
 NUMBERED = (
   "devices are assumed to have the numbers that the hardware gives them"
 )
@@ -231,8 +232,23 @@ class Effects:
     words: Word,
     count: Word,
   ) -> None:
-    """A copy of a SparseCore, of so many words for each of some indices."""
-    self._event(cycle, kind, bundle, flag, words * count)
+    """A copy of a subcore, of so many words for each of some indices."""
+    self._event(
+      cycle, kind, bundle, flag, words * count, unit_bytes=_STREAM_UNIT_BYTES
+    )
+
+  def copy_shared(
+    self, cycle: int, bundle: int, kind: EventKind, flag: Word, size: Word
+  ) -> None:
+    """A copy from or to the memory that subcores share."""
+    if isinstance(flag, affine.Affine):
+      raise affine._NotAffineError
+    if not isinstance(flag, Unknown):
+      is_own = addresses.member_of(flag) == self.member
+      if not is_own:
+        self.refuse(bundle, "dma.local", ("it signals another subcore",))
+      flag &= addresses.MEMBER_FLAG_MASK
+    self._event(cycle, kind, bundle, flag, size)
 
   def fence(self, cycle: int, bundle: int) -> None:
     """Waits for all that the core has copied to HBM."""
@@ -273,6 +289,7 @@ class Effects:
     flag: Word,
     amount: Word,
     to: Target | None = None,
+    unit_bytes: int = GRANULE_BYTES,
   ) -> None:
     for word, what in ((flag, "semaphore"), (amount, "amount")):
       if isinstance(word, Unknown):
@@ -287,7 +304,7 @@ class Effects:
     self.sends |= to is not None
     known = -1 if isinstance(flag, Unknown) else flag
     self.events.append(
-      Event(cycle, kind, bundle, known, values.signed(amount), to)
+      Event(cycle, kind, bundle, known, values.signed(amount), to, unit_bytes)
     )
 
   def _fill(self, source: str, start: Word, end: Word, count: int) -> None:

@@ -60,8 +60,9 @@ class Event(NamedTuple):
     bundle: where.
     flag: the semaphore of its own core; -1 if it is not known, or none. Of a
       "meet" the barrier.
-    amount: granules of a DMA, what to wait for, add or set; cycles of a delay.
+    amount: units of a DMA, what to wait for, add or set; cycles of a delay.
     to: the receiver of a "send" or "signal".
+    unit_bytes: what the amount of a copy counts.
   """
 
   cycle: int
@@ -70,6 +71,7 @@ class Event(NamedTuple):
   flag: int
   amount: int
   to: Target | None = None
+  unit_bytes: int = GRANULE_BYTES
 
 
 class Repeat(NamedTuple):
@@ -124,7 +126,6 @@ class Trace:
     path: the first bundle of each of the runs, in the order of their issue.
     device: the number of its device in the program.
     group: cores of one device and group meet at barriers.
-    granule_bytes: what the amount of a copy counts.
     lines: the lines of the program that wait, "file:line", by bundle.
     sends: whether any event may have a receiver.
   """
@@ -138,7 +139,6 @@ class Trace:
   path: tuple[int | Rounds, ...] = ()
   device: int = 0
   group: int = 0
-  granule_bytes: int = GRANULE_BYTES
   lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
   sends: bool = True
 

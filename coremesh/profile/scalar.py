@@ -11,7 +11,7 @@ import numpy as np
 from coremesh.profile import translate
 from coremesh.profile.bundles import Program
 from coremesh.profile.effects import Effects, Place
-from coremesh.profile.events import GRANULE_BYTES, Run, Trace
+from coremesh.profile.events import Run, Trace
 from coremesh.profile.machine import Machine
 from coremesh.profile.skipping import Skipper
 
@@ -50,7 +50,6 @@ def trace_code(
   *,
   operands: Mapping[int, np.ndarray] | None = None,
   hbm_unit_bytes: int = 32,
-  granule_bytes: int = GRANULE_BYTES,
 ) -> Trace:
   """Runs a program where it shares its translation with other cores.
 
@@ -59,7 +58,6 @@ def trace_code(
     place: where it runs.
     operands: as for `trace`.
     hbm_unit_bytes: what an HBM pointer counts.
-    granule_bytes: what the amount of a copy counts.
 
   Raises:
     UnsupportedError: as `trace`.
@@ -84,7 +82,6 @@ def trace_code(
     path=tuple(machine.path),
     device=place.device,
     group=place.group,
-    granule_bytes=granule_bytes,
     lines=done.lines,
     sends=done.sends,
   )

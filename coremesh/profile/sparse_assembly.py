@@ -176,7 +176,7 @@ def _slot(
   operands = tuple(map(_operand, _split(rest)))
   if opcode[0] == "v":
     return Slot(opcode=opcode, result=result)
-  if opcode.startswith("stream."):
+  if opcode.startswith(("stream.", "dma.")):
     opcode, operands = _stream(opcode, to, operands)
   elif compare := _COMPARE.fullmatch(opcode):
     opcode = f"scmp.{compare[1]}.{compare[2]}.totalorder"
@@ -274,12 +274,14 @@ def _stream(
   _, form, direction = (*opcode.split("."), "", "")[:3]
   if direction == "scatter" and words:
     flags, words = words[:1], words[1:]
-  known = form in ("linear", "strided", "indirect")
+  known = form in ("linear", "strided", "indirect", "local")
   if not (known and ends and flags and words and source is not None):
     return opcode, operands
   is_read = (source.space or "").startswith("hbm")
   is_write = ends[0][0].startswith("hbm")
   kind = "read" if is_read else "write" if is_write else "local"
+  if opcode == "dma.local":  # It counts granules, not words.
+    return f"shared.{kind}", (flags[0], words[0])
   count: Operand = words[2] if form == "indirect" and len(words) > 2 else 1
   return f"stream.{kind}", (flags[0], words[0], count)
 

@@ -24,7 +24,6 @@ from coremesh.profile.log import Log
 from coremesh.profile.timed import Timed
 from coremesh.profile.translate import Code
 
-_WORD_BYTES = 4  # of streams: what their semaphores count
 # The code of the kernel itself is copied to the subcores too.
 _OWN_CODE = 1
 _CORES = re.compile(r'"core_type":"CORE_TYPE_SC".*?"core_ids":\[([^\]]*)\]')
@@ -55,7 +54,7 @@ def timed(operation: Operation, chip: chips.Chip, *, hlo: str) -> Timed:
     )
   code = Code(found[0].program, delay_slots=0)
   traces = tuple(
-    scalar.trace_code(code, place, granule_bytes=_WORD_BYTES)
+    scalar.trace_code(code, place)
     for place in _places(_sparse_cores(operation, hlo, chip), chip)
   )
   rate = _rates(chip)

@@ -63,6 +63,9 @@ def statement(
       return f"H.meet({at}, {words[0]})"
     case "fence":
       return f"H.fence({at})"
+    case "shared.read" | "shared.write" | "shared.local":
+      kind = opcode.removeprefix("shared.")
+      return f"H.copy_shared({at}, {kind!r}, {', '.join(words)})"
     case "stream.read" | "stream.write" | "stream.local":
       kind = opcode.removeprefix("stream.")
       return f"H.stream({at}, {kind!r}, {', '.join(words)})"
