@@ -60,7 +60,7 @@ class _Threads:
     self.clocks[receiver] = clocks.joined(self.clocks[receiver], known)
 
 
-def _first_races(program, size):
+def _first_races(program, size, *, settles=False):
   """The step at which each of the two first finds a race, None for none."""
   records = clocks.Records()
   shadow = clocks.Shadow(size, records)
@@ -69,6 +69,8 @@ def _first_races(program, size):
   threads = _Threads()
   ours, reference = None, None
   for step, ((kind, thread, rest), times) in enumerate(program):
+    if settles:
+      records.settle(np.minimum.reduce(threads.clocks))
     if kind == "tell":
       threads.tell(thread, rest)
       continue
@@ -108,6 +110,26 @@ def _first_races(program, size):
 def test_a_shadow_finds_the_races_that_a_list_of_all_accesses_shows(program):
   ours, reference = _first_races(program, (_ROWS, _COLUMNS))
   assert ours == reference
+
+
+@given(_programs)
+@settings(max_examples=200)
+def test_what_is_forgotten_races_with_nothing(program):
+  ours, reference = _first_races(program, (_ROWS, _COLUMNS), settles=True)
+  assert ours == reference
+
+
+def test_accesses_that_no_state_names_are_forgotten():
+  records = clocks.Records()
+  shadow = clocks.Shadow((4,), records)
+  clock = np.array([1, 0])
+  for event in range(1, 1001):
+    clock[0] = event
+    number = records.number(0, event, object(), "write", 0)
+    assert not shadow.write(shadow.state, number, clock)
+  records.settle(np.array([900, 0]))
+  assert list(records.accesses) == [number]
+  np.testing.assert_array_equal(records.settled[0], range(901, 1000))
 
 
 @given(_programs)
