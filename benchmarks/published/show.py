@@ -184,7 +184,7 @@ def plot(
     x = [r.measured_us / 1e3 for r in mine]
     ratio = [ratios[r.name] for r in mine]
     style: dict[str, Any] = {
-      "s": 16,
+      "s": 14,
       "marker": _MARKERS[chip],
       "facecolor": _COLORS[family] if chip == "v5p" else "none",
       "edgecolor": _COLORS[family],
@@ -196,7 +196,9 @@ def plot(
   _legends(above, records)
   above.set(xscale="log", yscale="log", ylabel="predicted, ms", ylim=ends)
   below.set(xlim=ends, xlabel="published, ms", ylabel="predicted / published")
-  below.set_ylim(0.8, 1.2)
+  for axis in (above.yaxis, below.xaxis):
+    axis.set_major_formatter("{x:g}")
+  below.set_ylim(0.85, 1.15)
   _mark_beyond(below, records, ratios)
   for axes in (above, below):
     axes.spines[["top", "right"]].set_visible(False)
