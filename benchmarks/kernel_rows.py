@@ -8,7 +8,8 @@ import jax
 
 from coremesh import spec
 
-type Row = tuple[spec.KernelSpec, str, spec.Case, Mapping[str, Callable]]
+type Contenders = Mapping[str, Callable[..., Any]]
+type Row = tuple[spec.KernelSpec, str, spec.Case, Contenders]
 
 _MODULES = ("elementwise", "norms", "reductions", "softmax")
 # Beside the reference, which XLA compiles too: what JAX itself offers.
@@ -23,6 +24,6 @@ def rows() -> Iterator[Row]:
   for name in _MODULES:
     module = importlib.import_module(f"coremesh.kernels.{name}")
     for kernel in module.SPECS:
-      others = {"XLA": _OF_JAX.get(kernel.name, kernel.reference)}
+      others = {"XLA": _OF_JAX.get(kernel.name) or kernel.reference}
       for case_name, case in kernel.cases.items():
         yield kernel, case_name, case, others

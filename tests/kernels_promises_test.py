@@ -56,7 +56,8 @@ def _arguments(name, num_rows):
 @_EACH
 def test_values_and_gradients_on_devices_are_those_of_the_reference(name):
   kernel, reference, num_vectors = _KERNELS[name]
-  _, mesh = support.simulated(axes=("device", "replica"), shape=(2, 2))
+  chip = cm.chip("v5p:2x2x1")
+  mesh = chip.device_mesh(("device", "replica"), (2, 2), on="simulator")
   specs = (P("device"), *[P()] * num_vectors)
 
   def total(fn):
