@@ -9,11 +9,14 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 import pytest
 
+from tests import properties
+
 # The first call of a jitted function compiles, whatever its arguments.
 settings.register_profile("coremesh", deadline=None)
 settings.load_profile("coremesh")
 
 _NUM_DEVICES = 8
+_TALLY = properties.Tally()
 
 
 def pytest_addoption(parser):
@@ -21,6 +24,11 @@ def pytest_addoption(parser):
     "--chip",
     default=None,
     help="run the tests marked tpu on this attached chip, such as v5p:2x2x1",
+  )
+  parser.addoption(
+    "--machine-code",
+    action="store_true",
+    help="check what must hold for the machine code of all that is compiled",
   )
 
 
@@ -33,11 +41,22 @@ def pytest_configure(config):
   jax.config.update("jax_numpy_rank_promotion", "raise")
 
   # What the compiler makes is kept for this run, and not in the user's cache.
-  os.environ["COREMESH_CACHE_DIR"] = tempfile.mkdtemp(prefix="coremesh-cache-")
+  # The processes of pytest-xdist share that of the one that starts them.
+  if not hasattr(config, "workerinput"):
+    folder = tempfile.mkdtemp(prefix="coremesh-cache-")
+    os.environ["COREMESH_CACHE_DIR"] = folder
+  if config.getoption("--machine-code"):
+    properties.watch(_TALLY)
 
 
 def pytest_unconfigure(config):
-  shutil.rmtree(os.environ.pop("COREMESH_CACHE_DIR", ""), ignore_errors=True)
+  if not hasattr(config, "workerinput"):
+    shutil.rmtree(os.environ.pop("COREMESH_CACHE_DIR", ""), ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter):
+  if _TALLY.checked:  # The processes of pytest-xdist keep theirs.
+    terminalreporter.write_line(str(_TALLY))
 
 
 def pytest_collection_modifyitems(config, items):
