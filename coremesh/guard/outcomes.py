@@ -55,7 +55,8 @@ def outcome(make: Callable[[chips.Chip], Program], chip: chips.Chip) -> Outcome:
   try:
     prediction = predict(compiled, *args)
   except errors.UnsupportedError as error:
-    return Outcome(args=args, compiled=compiled, unpredicted=_line(str(error)))
+    why = _line(str(error.__cause__ or error))  # The cause names no kernel.
+    return Outcome(args=args, compiled=compiled, unpredicted=why)
   return Outcome(args=args, compiled=compiled, prediction=prediction)
 
 
