@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from coremesh import errors
-from coremesh.profile import addresses, affine, layout, translate, values
+from coremesh.profile import (
+  addresses,
+  affine,
+  layout,
+  translate,
+  values,
+  writer,
+)
 from coremesh.profile.events import (
   GRANULE_BYTES,
   Event,
@@ -88,7 +95,7 @@ class Effects:
 
   def mismatch(self, bundle: int, register: str, held: int) -> None:
     """Refuses a read that finds another value than the compiler meant."""
-    what = "no value" if held == translate.NEVER else f"value {held}"
+    what = "no value" if held == writer.NEVER else f"value {held}"
     raise errors.UnsupportedError(
       f"Bundle {bundle:#x} reads {register} and finds {what}: the machine code"
       f" is not run as it is meant to be ({self._delay_slots} delay slots)."

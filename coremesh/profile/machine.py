@@ -3,7 +3,7 @@
 from typing import Any
 
 from coremesh import errors
-from coremesh.profile import affine, effects, translate
+from coremesh.profile import affine, effects, translate, writer
 from coremesh.profile.events import Rounds
 from coremesh.profile.state import State
 from coremesh.profile.values import Unknown, Word
@@ -43,8 +43,8 @@ class Machine:
     self._end = len(code.program.bundles)
     self._decided: dict[int, int] = {}
     never = Unknown("a register that nothing has written")
-    self._registers: list[Word] = [never] * translate.NUM_REGISTERS
-    self._ids = [translate.NEVER] * translate.NUM_REGISTERS
+    self._registers: list[Word] = [never] * writer.NUM_REGISTERS
+    self._ids = [writer.NEVER] * writer.NUM_REGISTERS
     self._tokens: dict[str, Word] = {}
 
   @property
