@@ -8,7 +8,7 @@ summation and every fusion of XLA's gives the same, bit for bit.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 import jax
 from jax import lax
@@ -68,7 +68,7 @@ def _scan(x, y):
     return carry, carry
 
   last, rows = lax.scan(step, y[0], x)
-  return jnp.where(rows > last, y, rows)
+  return jnp.where(rows > last[None], y, rows)
 
 
 _MOVES: Mapping[str, _Op] = {
@@ -101,10 +101,16 @@ _ARITHMETIC: Mapping[str, _Op] = {
   "maximum": jnp.maximum,
   "minimum": jnp.minimum,
   "remainder": lambda x, y: lax.rem(x, jnp.full_like(x, 4)),
-  "sum": lambda x, y: _small(x + jnp.sum(_small(y), -1, keepdims=True)),
+  "sum": lambda x, y: _small(
+    x + jnp.sum(_small(y), -1, keepdims=True, dtype=x.dtype)
+  ),
   "max": lambda x, y: x - x + jnp.max(y, 0, keepdims=True),
-  "product": lambda x, y: _small(jnp.cumprod(jnp.clip(x, 0, 1), 0) + y),
-  "cumsum": lambda x, y: _small(jnp.cumsum(jnp.clip(x, 0, 1), 0) + y),
+  "product": lambda x, y: _small(
+    jnp.cumprod(jnp.clip(x, 0, 1), 0, dtype=x.dtype) + y
+  ),
+  "cumsum": lambda x, y: _small(
+    jnp.cumsum(jnp.clip(x, 0, 1), 0, dtype=x.dtype) + y
+  ),
   "iota": lambda x, y: _small(x + lax.broadcasted_iota(x.dtype, x.shape, 0)),
   "convert": lambda x, y: (
     x.astype(jnp.float32).astype(jnp.int8).astype(x.dtype)
@@ -198,4 +204,5 @@ _shapes = st.lists(st.integers(2, 19), min_size=2, max_size=3).map(tuple)
 def test_random_programs_equal_those_of_jax(dtype, data):
   names = data.draw(st.permutations(sorted(_OPS[dtype])))
   shape, seed = data.draw(_shapes), data.draw(st.integers(0, 99))
+  assume(names != sorted(names))  # What hypothesis tries first is not random.
   _equal_to_jax(dtype, names, shape, seed)
