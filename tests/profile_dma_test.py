@@ -160,3 +160,127 @@ def test_a_million_repetitions_are_not_run_one_by_one():
   num_bytes = sum(c.read_bytes for c in both)
   assert num_bytes == 2 * (2 * 10**6 + 1) * 300 * 32
   assert max(c.cycles for c in both) >= num_bytes / 64
+
+
+_LINKS = dma.Links(
+  bytes_per_cycle=16.0, die_bytes_per_cycle=48.0, hop_cycles=40, core_cycles=7
+)
+
+
+def _event(cycle: int, kind: str, flag: int, amount: int, to=None):
+  return profile_events.Event(cycle, kind, cycle, flag, amount, to)
+
+
+def _exchange(core: int, *, gap: int, granules: int, times: int):
+  """Each round: a signal to the other core, its own, a copy and its own."""
+  other = profile_events.Target(
+    device=1 - core, core=0, flag=1, way="link", hops=1, source="vmem"
+  )
+  copy = other._replace(flag=2)
+  events = (
+    _event(0, "signal", -1, 1, other),
+    _event(gap, "wait", 1, 1),
+    _event(gap, "add", 1, -1),
+    _event(gap + 1, "send", 3, granules, copy),
+    _event(gap + 2, "wait", 3, granules),
+    _event(gap + 2, "add", 3, -granules),
+    _event(gap + 3, "wait", 2, granules),
+    _event(gap + 3, "add", 2, -granules),
+  )
+  block = profile_events.Repeat(0, events, times, gap + 5)
+  return dataclasses.replace(
+    _trace(cycles=times * (gap + 5)), events=(block,), device=core
+  )
+
+
+@given(
+  gap=st.integers(1, 200),
+  other_gap=st.integers(1, 200),
+  granules=st.integers(1, 300),
+  times=st.integers(2, 40),
+)
+def test_skipping_rounds_of_an_exchange_changes_nothing(
+  gap, other_gap, granules, times
+):
+  traces = [
+    _exchange(0, gap=gap, granules=granules, times=times),
+    _exchange(1, gap=other_gap, granules=granules, times=times),
+  ]
+  found = dma.timings(traces, _HBM, links=_LINKS)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(samples, "_MOST_SAMPLES", 0)
+    assert found == dma.timings(traces, _HBM, links=_LINKS)
+  assert all(not core.left_over for core in found)
+  # No round is shorter than a signal and a copy, one after the other.
+  least = times * (2 * 40 + granules * 32 / 16 + 100)
+  assert min(core.cycles for core in found) >= least
+
+
+def test_a_million_exchanges_are_not_run_one_by_one():
+  traces = [
+    _exchange(core, gap=gap, granules=9, times=10**6)
+    for core, gap in ((0, 5), (1, 60))
+  ]
+  found = dma.timings(traces, _HBM, links=_LINKS)
+  assert [core.sent_bytes for core in found] == [10**6 * 9 * 32] * 2
+
+
+def test_a_signal_is_waited_for_as_long_as_it_is_on_its_way():
+  to = profile_events.Target(device=0, core=1, flag=4, way="core")
+  sender = _trace((100, "signal", 0, -1, 2, to))
+  waiter = _trace((3, "wait", 9, 4, 2), (3, "add", 9, 4, -2), core=1)
+  _, core = dma.timings([sender, waiter], _HBM, links=_LINKS)
+  assert core.waiting_by_bundle == {9: 100 + 7 - 3}
+  assert not core.left_over
+
+
+def test_one_of_two_signals_is_not_enough():
+  to = profile_events.Target(device=0, core=1, flag=4, way="core")
+  sender = _trace((100, "signal", 0, -1, 1, to))
+  waiter = _trace((3, "wait", 9, 4, 2), core=1)
+  with pytest.raises(UnsupportedError, match="hold 2, where all.* makes 1"):
+    dma.timings([sender, waiter], _HBM, links=_LINKS)
+
+
+def test_each_way_has_its_own_rate():
+  def arrives(way, hops=0):
+    to = profile_events.Target(
+      device=1, core=0, flag=4, way=way, hops=hops, source="vmem"
+    )
+    sender = _trace((0, "send", 0, -1, 96, to))
+    waiter = dataclasses.replace(_trace((0, "wait", 9, 4, 96)), device=1)
+    _, core = dma.timings([sender, waiter], _HBM, links=_LINKS)
+    return core.waiting_cycles - 100
+
+  assert arrives("link", 3) == 96 * 32 / 16 + 3 * 40
+  assert arrives("die") == 96 * 32 / 48 + 7
+
+
+def test_cores_of_a_group_meet_when_the_last_is_there():
+  traces = [
+    dataclasses.replace(_trace((cycle, "meet", 5, 0, 0), core=core), group=g)
+    for core, (cycle, g) in enumerate([(10, 0), (45, 0), (30, 1)])
+  ]
+  found = dma.timings(traces, _HBM)
+  assert [core.waiting_cycles for core in found] == [35, 0, 0]
+
+
+def test_a_core_that_does_not_come_to_a_barrier_is_a_deadlock():
+  traces = [_trace((10, "meet", 5, 0, 0)), _trace(core=1)]
+  with pytest.raises(UnsupportedError, match="for all other subcores"):
+    dma.timings(traces, _HBM)
+
+
+def test_a_fence_waits_for_what_was_written():
+  write = (0, "write", 0, 1, 8)
+  read = (0, "read", 0, 2, 8)
+  [core] = dma.timings([_trace(write, (9, "fence", 9, 0, 0))], _HBM)
+  assert core.waiting_cycles == 8 * 32 / 64 + 100 - 9
+  [core] = dma.timings([_trace(read, (9, "fence", 9, 0, 0))], _HBM)
+  assert core.waiting_cycles == 0
+
+
+def test_what_one_core_can_copy_is_less_than_all_can():
+  hbm = dataclasses.replace(_HBM, core_bytes_per_cycle=8.0)
+  [core] = dma.timings([_trace(*_copy(0, 80))], hbm)
+  assert core.waiting_cycles == 80 * 32 / 8 + 100 - 3

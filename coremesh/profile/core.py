@@ -313,9 +313,14 @@ class Core:
       if queue
     )
     then = None if self.next is None else self.next - now
-    is_waiting = self._since is not None
+    block = self._here()
+    since: int | bool | None = self._since
+    if self._since is not None:
+      # Since when decides how long it has waited, where that comes round too.
+      comes_again = block is not None and block.times > 1
+      since = self._since - now if comes_again else True
     written = max(0, self._written - now)
-    return self._block, self._index, is_waiting, then, written, flags, coming
+    return self._block, self._index, since, then, written, flags, coming
 
   def most_skips(self, times: int) -> int:
     """How often it could go so many times further through its block."""
