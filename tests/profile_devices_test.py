@@ -18,6 +18,7 @@ from coremesh.profile import (
   bundles,
   devices,
   dma,
+  events,
   interconnect,
   rates,
   translate,
@@ -57,9 +58,9 @@ def test_cores_that_swap_wait_for_each_others_signal_and_copy():
   assert len(cast.traces) == 2 and not cast.assumed
   receivers = [[to.core for to in trace.targets()] for trace in cast.traces]
   assert receivers == [[1, 1], [0, 0]]
-  events = [e for e in cast.traces[0].each_event() if e.to is not None]
-  assert [e.kind for e in events] == ["signal", "send"]
-  assert events[1].amount * 32 == 8 * 128 * 4
+  sent = [e for e in cast.traces[0].each_event() if e.to is not None]
+  assert [e.kind for e in sent] == ["signal", "send"]
+  assert sent[1].amount * 32 == 8 * 128 * 4
   fast = _cycles(cast, _V5P, core_cycles=0)
   slow = _cycles(cast, _V5P, core_cycles=1000)
   # The signal, and then the copy; bundles between go on meanwhile.
@@ -170,6 +171,45 @@ def test_a_device_that_does_more_holds_up_the_ring():
   latency = rates.rates(_V6E).hbm_latency_seconds.central * 1e6
   extra = uneven.microseconds.central - alike.microseconds.central
   assert extra == pytest.approx(latency, rel=0.2)  # One copy, all but alone.
+
+
+def _senders(*receivers: tuple[int, int]) -> list[list[events.Trace]]:
+  """Devices of one core that signal a device, so many links away."""
+  return [
+    [
+      events.Trace(
+        core=0,
+        cycles=9,
+        runs=(),
+        events=(
+          events.Event(
+            *(1, "signal", 1, -1, 1),
+            to=events.Target(device=to, core=0, flag=4, way="link", hops=hops),
+          ),
+        ),
+        assumed=(),
+        skipped=0,
+        device=device,
+      )
+    ]
+    for device, (to, hops) in enumerate(receivers)
+  ]
+
+
+@pytest.mark.parametrize(
+  ("receivers", "run"),
+  [
+    (((1, 1), (2, 1), (0, 1)), [0]),  # a ring
+    (((1, 1), (2, 2), (0, 1)), [0, 1, 2]),  # with a way that is longer
+    (((0, 1), (0, 1), (0, 1)), [0, 1, 2]),  # all to one
+  ],
+)
+def test_one_device_stands_for_all_only_if_each_receives_as_it_sends(
+  receivers, run
+):
+  found = devices._chosen(_senders(*receivers), 3, [])
+  assert [trace.device for trace in found.traces] == run
+  assert not found.assumed
 
 
 def test_receivers_are_decoded_as_libtpu_encodes_them():

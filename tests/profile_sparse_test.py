@@ -165,6 +165,18 @@ def test_a_delay_is_so_many_empty_bundles():
   assert _trace(text).cycles == 5 + 2 + 1
 
 
+def test_a_stream_by_indices_is_so_many_words_for_each():
+  text = (
+    "tec\nexecute0:\n0x0: { s1 = simm.s32 $0x7  }\n"
+    "0x1: { [tilespmem:s1], [sflag:$0x2] = stream.indirect.gather"
+    " [hbm4b:s1+s1], $0x80, s1, s1, $0xb8  }\n0x2: { _ = shalt }\n"
+    ".Lfunc_end0:\n"
+  )
+  [event] = _trace(text).each_event()
+  assert (event.kind, event.flag, event.amount) == ("read", 2, 7 * 0x80)
+  assert event.unit_bytes == 4
+
+
 def _shared(member: int) -> str:
   """A copy of 3 granules into shared memory that signals a subcore."""
   return (
