@@ -101,6 +101,24 @@ def test_bits_are_the_same_twice_in_a_jit_under_vmap_donated_and_in_x64(name):
     np.testing.assert_array_equal(first, other)
 
 
+def test_vmap_is_one_launch_whatever_is_batched():
+  x = jnp.stack([_arguments("softmax", 9)[0]] * 3)
+  x = x * jnp.arange(1.0, 4.0).reshape(3, 1, 1)
+  row = jnp.arange(200) % 3
+  masks = jnp.stack([row != 0, row != 1, row != 2])
+  with cm.simulation() as run:
+    masked = jax.vmap(kernels.softmax)(x, masks)
+    scaled = jax.vmap(kernels.rms_norm, (None, 0))(x[0], x[:, 0])
+    products = jax.vmap(
+      lambda a, b: kernels.elementwise(jnp.multiply, a, b), (0, None)
+    )(x, x[1])
+  assert len(run.runs) == 3
+  for i in range(3):
+    np.testing.assert_array_equal(masked[i], kernels.softmax(x[i], masks[i]))
+    np.testing.assert_array_equal(scaled[i], kernels.rms_norm(x[0], x[i, 0]))
+  np.testing.assert_array_equal(products, x * x[1:2])
+
+
 @_EACH
 @pytest.mark.parametrize("shape", [(0, 200), (3, 0)])
 def test_no_elements_are_no_error(name, shape):

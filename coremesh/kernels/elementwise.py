@@ -11,7 +11,7 @@ from jax.extend import core as jex_core
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, launch, place
-from coremesh.kernels import blocks, checks, costs
+from coremesh.kernels import batching, blocks, checks, costs
 from coremesh.pipelines import blocks as specs
 from coremesh.pipelines import emit
 
@@ -154,6 +154,14 @@ _elementwise.defvjp(_forward, _backward)
 
 def _run(fn, arrays, out_dtypes, block_bytes) -> list[jax.Array]:
   """Runs a function of parts, to a sequence of parts, over whole arrays."""
+
+  def launch_on(*arrays):
+    return _launch(fn, arrays, out_dtypes, block_bytes)
+
+  return batching.one_launch(launch_on, *arrays, repeats=True)
+
+
+def _launch(fn, arrays, out_dtypes, block_bytes) -> list[jax.Array]:
   shape = arrays[0].shape
   dtypes = [*(a.dtype for a in arrays), *out_dtypes]
   views = _views(arrays, dtypes)

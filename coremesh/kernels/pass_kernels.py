@@ -115,8 +115,10 @@ def last_axis(fold, x, *, block_bytes, chip) -> jax.Array:
   )
   padded_strip = pl.cdiv(strip, blocks.SUBLANES) * blocks.SUBLANES
   num_strips = rows // strip
-  part_rows = _part(strip, _ROWS // 2)
   part_columns = math.gcd(columns, _COLUMNS)
+  part_rows = _part(strip, _ROWS // 2 * (_COLUMNS // part_columns))
+  # Strips that are transposed together, to hide the latency of each.
+  together = math.gcd(num_strips, 4)
 
   def add(x_vmem, sums_vmem) -> None:
     inside = blocks.within(num_rows, rows, axis=1)
@@ -142,13 +144,13 @@ def last_axis(fold, x, *, block_bytes, chip) -> jax.Array:
     blocks.loop(blocks.num_parts(inside, part_rows), add_rows, None)
 
   def write(sums_vmem, y_vmem) -> None:
-    def write_strip(i, _):
-      where = pl.ds(i * strip, padded_strip)
-      lanes = fold.result(tuple(ref[where, :] for ref in sums_vmem))
-      total = fold.down(lanes.T, size=1, axis=0)
-      y_vmem[0, :, pl.ds(i * strip, padded_strip)] = total
+    def write_strips(i, _):
+      for k in range(together):
+        where = pl.ds((i * together + k) * strip, padded_strip)
+        lanes = fold.result(tuple(ref[where, :] for ref in sums_vmem))
+        y_vmem[0, :, where] = fold.down(lanes.T, size=1, axis=0)
 
-    blocks.loop(num_strips, write_strip, None)
+    blocks.loop(num_strips // together, write_strips, None)
 
   cut = _Blocks(
     grid=(batch, pl.cdiv(num_rows, rows), pl.cdiv(width, columns)),

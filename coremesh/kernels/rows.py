@@ -8,7 +8,6 @@ sweep and once more to write.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, errors, launch, mesh, place, remote
-from coremesh.kernels import blocks, row_windows
+from coremesh.kernels import batching, blocks, row_windows
 from coremesh.kernels.row_operations import Numbers, RowOperation
 from coremesh.kernels.row_windows import Window
 from coremesh.pipelines import blocks as specs
@@ -26,9 +25,9 @@ from coremesh.pipelines import emit
 
 # Of the VMEM, one part in so many holds the blocks of a kernel.
 _VMEM_SHARE = 2
-# Rows that are swept together, at most: the latency of the sum over lanes of
-# some is hidden by that of others.
-_STRIP_ROWS = 128
+# What is swept together, at most: the latency of the sum over lanes of some
+# rows is hidden by that of others.
+_STRIP_ELEMENTS = 128 * row_windows.CHUNK_COLUMNS
 
 
 def run(
@@ -50,16 +49,32 @@ def run(
   Returns:
     The outputs, and the sums over all rows, each float32[width].
   """
-  shape = inputs[0].shape
-  if not math.prod(shape):
+  if not inputs[0].size:
     return _of_nothing(operation, inputs[0], out_dtypes)
+  launch_on = functools.partial(
+    _run,
+    operation,
+    out_dtypes=out_dtypes,
+    block_bytes=block_bytes or blocks.BLOCK_BYTES,
+  )
+  if operation.num_sums:  # Which jax.vmap must keep apart.
+    return launch_on(*inputs)
+
+  def outs_of(*arrays):
+    return launch_on(*arrays)[0]
+
+  return batching.one_launch(outs_of, *inputs, repeats=False), []
+
+
+def _run(operation, *inputs, out_dtypes, block_bytes):
+  shape = inputs[0].shape
   views = blocks.as_matrices(inputs)
   chip = place.current_chip()
   plan = _plan(
     operation,
     views,
     out_dtypes,
-    block_bytes=block_bytes or blocks.BLOCK_BYTES,
+    block_bytes=block_bytes,
     chip=chip,
   )
   types = [jax.ShapeDtypeStruct(views[0].shape, d) for d in out_dtypes]
@@ -119,7 +134,12 @@ def _plan(operation, views, out_dtypes, *, block_bytes, chip) -> "_Plan":
       block_bytes=block_bytes,
     )
   row_bytes = block_width * itemsizes[0]
-  strip = _strip_rows(num_rows, tile=tile, most=block_bytes // row_bytes)
+  chunk = min(block_width, row_windows.CHUNK_COLUMNS)
+  strip = _strip_rows(
+    num_rows,
+    tile=tile,
+    most=min(block_bytes // row_bytes, _STRIP_ELEMENTS // chunk),
+  )
   rows, block_batch = strip, 1
   if block_width == padded_width:
     rows = blocks.even_size(
@@ -149,7 +169,7 @@ def _plan(operation, views, out_dtypes, *, block_bytes, chip) -> "_Plan":
 def _strip_rows(num_rows: int, *, tile: int, most: int) -> int:
   """A power of 2 of tiles, no more than there are rows; or less than a tile."""
   strip = min(num_rows, tile)
-  while tile <= strip < num_rows and 2 * strip <= min(most, _STRIP_ROWS):
+  while tile <= strip < num_rows and 2 * strip <= most:
     strip *= 2
   return strip
 
