@@ -840,6 +840,35 @@ def test_as_many_waits_as_signals_leave_nothing():
   simulating.silent(made)
 
 
+@pytest.mark.parametrize(
+  "left, text",
+  [
+    (None, None),
+    ("rhs", "ends with an operand in staging register 1 of MXU 0"),
+    ("rows", "ends with 8 rows in the result queue of MXU 0"),
+  ],
+)
+def test_what_is_left_in_the_matrix_units(left, text):
+  weights, x = np.eye(256, dtype=np.float32), np.ones((16, 256), np.float32)
+
+  def body(w_vmem, x_vmem, o_vmem):
+    pltpu.matmul_push_rhs(w_vmem[...], 0, 0)
+    if left == "rhs":
+      pltpu.matmul_push_rhs(w_vmem[...], 1, 0)
+    pltpu.matmul_lhs_fifo(x_vmem[...], 0, load_staged_rhs=0)
+    rows = 8 if left == "rows" else 16
+    o_vmem[:rows] = pltpu.matmul_pop_fifo((rows, 256), jnp.float32, 0)
+
+  def call(weights, x):
+    return pl.pallas_call(body, out_shape=_out(16, 256))(weights, x)
+
+  made = simulating.traced(call, weights, x, chip="v6e", devices=1)
+  if left is None:
+    np.testing.assert_array_equal(simulating.silent(made, weights, x)[0], x)
+  else:
+    assert text in simulating.caught(made, "leftover", weights, x)
+
+
 # --- out of bounds -----------------------------------------------------------
 
 

@@ -468,8 +468,8 @@ def test_misuse_of_the_matrix_unit_is_named():
   with pytest.raises(ValueError, match="operands of a matmul must be"):
     mxu.lhs_fifo(x.astype(_BF16), mxu_index=0)
   assert mxu.leftovers() == [
-    "staging register 1 of MXU 2 was pushed but not loaded",
-    "8 rows are left in the result queue of MXU 0",
+    "an operand in staging register 1 of MXU 2",
+    "8 rows in the result queue of MXU 0",
   ]
 
 

@@ -149,10 +149,22 @@ class Execution:
     finally:
       self._mach.report_unwritten()
     self.has_ended = True
+    self._report_matrix_units()
     if not self._has_leftovers() and self._mach.races:
       # A DMA that nobody waited for has been reported once already.
       self._leave()
       reuse.check(self._mach)
+
+  def _report_matrix_units(self) -> None:
+    for worker in self._mach.workers:
+      if worker.mxu is not None:
+        for what in worker.mxu.leftovers():
+          self._mach.report(
+            "leftover",
+            f"{worker} ends with {what}. A kernel must leave the matrix units"
+            " empty: load each operand that is pushed with load_staged_rhs, and"
+            " take all rows with matmul_pop_fifo.",
+          )
 
   def _has_leftovers(self) -> bool:
     left = [

@@ -127,13 +127,13 @@ class Mxu:
     return rows[: shape[0]]
 
   def leftovers(self) -> list[str]:
-    """What a kernel must not leave here when it ends, in words."""
+    """What is here, in words; a kernel must not end with any of it."""
     staged = [
-      f"staging register {register} of MXU {mxu} was pushed but not loaded"
+      f"an operand in staging register {register} of MXU {mxu}"
       for mxu, register in sorted(self._staged)
     ]
     queued = [
-      f"{sum(map(len, queue))} rows are left in the result queue of MXU {mxu}"
+      f"{sum(map(len, queue))} rows in the result queue of MXU {mxu}"
       for mxu, queue in sorted(self._queues.items())
       if queue
     ]
