@@ -5,7 +5,7 @@ import contextlib
 
 from coremesh import errors, place
 from coremesh.cli import targets
-from coremesh.simulate import findings, repeat
+from coremesh.simulate import findings, transfer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--dma",
-    choices=repeat.DMA_MODES,
+    choices=transfer.DMA_MODES,
     default="late",
     help="when copies move their bytes",
   )

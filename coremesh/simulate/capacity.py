@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from coremesh import chips, tiles
+from coremesh.simulate import cores
 
 _MAX_NAMED = 4
 
@@ -46,15 +47,14 @@ class Holdings:
       chip: the chip.
       mesh: of cores of one kind.
     """
-    kind = _KINDS.get(type(mesh).__name__, "tensor")
-    core = "TensorCore" if kind == "tensor" else f"{kind} subcore"
+    kind = cores.kind_of(mesh)
     found = []
     for memory, have in _sizes(chip, kind).items():
       held, declarations = self._most.get(memory, (0, ()))
       if have and held > have:
         written = str if memory == "semaphores" else _bytes
         found.append(
-          f"A {core} of {chip.generation} has {written(have)} of"
+          f"A {cores.NAMES[kind]} of {chip.generation} has {written(have)} of"
           f" {memory.upper()}, but the kernel holds {written(held)} at once,"
           f" tiles filled up: {_named(declarations)}. Use smaller blocks or"
           " fewer buffers."
@@ -79,14 +79,11 @@ class Holdings:
     ]
 
 
-_KINDS = {"VectorSubcoreMesh": "vector", "ScalarSubcoreMesh": "scalar"}
-
-
 def _memory_of(declaration: Any) -> str:
   return "semaphores" if declaration.is_semaphore else declaration.space
 
 
-def _sizes(chip: chips.Chip, kind: Any) -> dict[str, int]:
+def _sizes(chip: chips.Chip, kind: cores.Kind) -> dict[str, int]:
   """What a core has of each of its own memories, 0 where nobody says."""
   if kind == "tensor":
     vmem, smem = (

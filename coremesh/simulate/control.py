@@ -173,8 +173,7 @@ def _has_memory_space(em: emitter.Emitter, eqn: Any) -> None:
 
 
 def _pipeline(em: emitter.Emitter, eqn: Any) -> None:
-  sizes = dict(em.mesh.shape) if em.mesh is not None else {}
-  jaxpr = kernel_ir.expanded_pipeline(eqn, sizes)
+  jaxpr = kernel_ir.expanded_pipeline(eqn, dict(em.mesh.shape))
   args = em.atoms(eqn.invars)
   outer, dims = em.grid, kernel_ir.pipeline_dims(eqn, args)
   em.grid = [("np.int32(0)", str(d)) for d in dims] + list(outer)

@@ -17,6 +17,7 @@ from coremesh import chips
 from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   capacity,
+  cores,
   costs,
   fallback,
   machine,
@@ -55,7 +56,7 @@ class Declaration:
   @property
   def is_of_tensor_core(self) -> bool:
     """Whether a TensorCore holds it, and not a SparseCore."""
-    return not _is_sparse(self.mesh)
+    return not cores.is_sparse(self.mesh)
 
   @property
   def padded(self) -> tuple[int, ...]:
@@ -110,22 +111,18 @@ def declare(
     element_shape=element,
     axes=axes,
     type=ref_type,
-    is_tiled=space == "hbm" or (space == "vmem" and not _is_sparse(mesh)),
+    is_tiled=space == "hbm" or (space == "vmem" and not cores.is_sparse(mesh)),
     is_shared=is_array or space in ("hbm", "host", "vmem_shared"),
     is_semaphore=is_semaphore,
     mesh=mesh,
   )
 
 
-def _is_sparse(mesh: Any) -> bool:
-  return mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
-
-
 class Emitter(Source):
   """Writes the program of one worker.
 
   Attributes:
-    mesh: the mesh the worker is on, None for a `pallas_call`.
+    mesh: the mesh the worker is on.
     chip: the chip it is traced for.
     device_axes: the axes of the device mesh, with their sizes.
     core_axes: the core axes of all meshes of the kernel, with their sizes.
@@ -201,7 +198,7 @@ class Emitter(Source):
   @property
   def is_sparse(self) -> bool:
     """Whether the program is a SparseCore's."""
-    return _is_sparse(self.mesh)
+    return cores.is_sparse(self.mesh)
 
   @property
   def place(self) -> str:

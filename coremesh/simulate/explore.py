@@ -7,6 +7,7 @@ from typing import Any
 from coremesh.simulate import repeat
 from coremesh.simulate.findings import Finding, error_of
 from coremesh.simulate.progress import progress_bar
+from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +21,7 @@ class FailingSeed:
   """
 
   seed: int
-  dma: repeat.Dma
+  dma: DmaMode
   findings: tuple[Finding, ...]
 
   def __str__(self) -> str:
@@ -99,7 +100,7 @@ def explore(
   *args: Any,
   seeds: int | Sequence[int] = 200,
   races: bool = True,
-  dma: repeat.Dma | Iterable[repeat.Dma] = repeat.DMA_MODES,
+  dma: DmaMode | Iterable[DmaMode] = DMA_MODES,
   stop_at_first: bool = True,
   progress: bool | None = None,
 ) -> Exploration:

@@ -19,13 +19,9 @@ class Window:
   It is copied in when the index map leads elsewhere, and out before it leaves.
   What of a block is outside the array holds poison and is not written.
 
-  Attributes:
-    array: the whole array, in HBM.
-    block: the block's memory.
-
   Args:
-    array: the whole array, in HBM.
-    block: the block's memory.
+    array: the whole array, in HBM; an attribute.
+    block: the block's memory; an attribute.
     squeezed: the dimensions of the array that the block has not.
     is_input, is_output: whether it is copied in and out.
   """

@@ -11,13 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from coremesh.simulate import intervals, rates, recorder, replay
-
-_KINDS = {
-  "TensorCoreMesh": "TensorCore",
-  "VectorSubcoreMesh": "vector subcore",
-  "ScalarSubcoreMesh": "scalar subcore",
-}
+from coremesh.simulate import cores, intervals, rates, recorder, replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +177,7 @@ def model(
       Lane(
         index=i,
         device=worker.device,
-        kind=_KINDS.get(type(worker.mesh).__name__, "core"),
+        kind=cores.NAMES[cores.kind_of(worker.mesh)],
         coords=tuple(worker.coords.items()),
         intervals=tuple(result.intervals[i]),
         copies=tuple(copies[i]),
@@ -224,5 +218,5 @@ def assumptions(runs: Runs) -> tuple[str, ...]:
   return tuple(dict.fromkeys(texts))
 
 
-def _length(intervals: Iterable[intervals.Interval]) -> int:
-  return sum(i.end_ps - i.start_ps for i in intervals)
+def _length(found: Iterable[intervals.Interval]) -> int:
+  return sum(i.end_ps - i.start_ps for i in found)

@@ -7,9 +7,8 @@ memory (`memories`), semaphores (`signals`), and here DMAs.
 from typing import Any
 
 from coremesh.simulate import clocks, signals, unwritten, views
-from coremesh.simulate.state import Dma as Dma
 from coremesh.simulate.transfer import Transfer as Transfer
-from coremesh.simulate.transfer import place
+from coremesh.simulate.transfer import write
 from coremesh.simulate.worker import Meeting as Meeting
 from coremesh.simulate.worker import Site as Site
 from coremesh.simulate.worker import Worker as Worker
@@ -83,7 +82,7 @@ class Machine(signals.Signals):
         transfer, transfer.dst, transfer.dst_steps, transfer.data
       )
     self._note_written(transfer)
-    place(transfer)
+    write(transfer)
     self._count(transfer.src, transfer.dst, transfer.num_bytes)
     if transfer.dst_sem is not None:
       self._arrive(transfer, transfer.dst_sem)

@@ -132,7 +132,7 @@ def describe(place: Sequence[Any], axes: Sequence[Any]) -> str:
   """A place in words: "device 1, core 0"."""
   device, *coords = place
   parts = [f"device {device}"]
-  parts += [f"{a} {c}" for a, c in zip(axes, coords, strict=False)]
+  parts += [f"{a} {c}" for a, c in zip(axes, coords, strict=True)]
   return ", ".join(parts)
 
 
@@ -142,7 +142,8 @@ class Family:
 
   Attributes:
     name: as in the user's code.
-    space: "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem" or "host".
+    space: "hbm", "vmem", "vmem_shared", "smem", "semaphore_mem", "accumulator"
+      or "host".
     axes: the core axes along which there is one each.
     element_shape: the shape of one element, of a PRNG key its words.
     is_shared: whether others than the owner's instructions can reach it, so

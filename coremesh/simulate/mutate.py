@@ -8,6 +8,7 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import launch, program, repeat, synchronisation
 from coremesh.simulate.findings import error_of
 from coremesh.simulate.progress import progress_bar
+from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ def mutate(
   fn: Callable[..., Any],
   *args: Any,
   seeds: int | Sequence[int] = 3,
-  dma: repeat.Dma | Iterable[repeat.Dma] = repeat.DMA_MODES,
+  dma: DmaMode | Iterable[DmaMode] = DMA_MODES,
   progress: bool | None = None,
 ) -> MutationReport:
   """Breaks each synchronisation of a function's kernels, to see who notices.
@@ -127,7 +128,7 @@ def mutate(
   """
   repeat.check_function(fn)
   chosen, modes = repeat.checked_seeds(seeds), repeat.checked_dma(dma)
-  runs: list[tuple[int, repeat.Dma]] = [
+  runs: list[tuple[int, DmaMode]] = [
     (seed, modes[i % len(modes)]) for i, seed in enumerate(chosen)
   ]
   session = _Session()
@@ -269,7 +270,7 @@ class _Launch(launch.Launch):
 
 
 def _unmutated(
-  runner: repeat.Runner, runs: Iterable[tuple[int, repeat.Dma]]
+  runner: repeat.Runner, runs: Iterable[tuple[int, DmaMode]]
 ) -> list[repeat.Outcome]:
   """The runs of the function as it is, which must be right."""
   right: list[repeat.Outcome] = []
@@ -291,7 +292,7 @@ def _unmutated(
 def _caught(
   runner: repeat.Runner,
   seed: int,
-  dma: repeat.Dma,
+  dma: DmaMode,
   right: Sequence[repeat.Outcome],
 ) -> tuple[str, Any] | None:
   """What notices that a mutant is wrong, and what it says."""

@@ -10,6 +10,7 @@ from coremesh import errors
 from coremesh._compat import kernel_ir
 from coremesh.simulate import launch
 from coremesh.simulate.session import Simulation
+from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
   """
 
   seed: int = 0
-  dma: Literal["late", "early", "random"] = "late"
+  dma: DmaMode = "late"
   detect_races: bool = True
   detect_uninitialised: bool = True
   on_finding: Literal["raise", "record"] = "raise"
@@ -50,7 +51,7 @@ class SimulatorParams(kernel_ir.KernelSimulator):
     super().__post_init__()
     if isinstance(self.seed, bool) or not isinstance(self.seed, int):
       raise errors.UnsupportedError(f"seed must be an int; got {self.seed!r}.")
-    if self.dma not in ("late", "early", "random"):
+    if self.dma not in DMA_MODES:
       raise errors.UnsupportedError(
         f"dma must be 'late', 'early' or 'random'; got {self.dma!r}."
       )

@@ -13,6 +13,7 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   access,
   control,
+  cores,
   costs,
   effects,
   emitter,
@@ -176,12 +177,10 @@ def _costs(timed_on: rates.Rates | None, mesh: Any) -> costs.Costs | None:
   if timed_on is None:
     return None
   return costs.Costs(
-    timed_on, is_sparse=_is_sparse(mesh), uncounted=frozenset(control.RULES)
+    timed_on,
+    is_sparse=cores.is_sparse(mesh),
+    uncounted=frozenset(control.RULES),
   )
-
-
-def _is_sparse(mesh: Any) -> bool:
-  return type(mesh).__name__ != "TensorCoreMesh"
 
 
 def _compile_part(
@@ -207,7 +206,7 @@ def _compile_part(
     function=_function(kernel.name, source, em.constants),
     mesh=em.mesh,
     core_axes=dict(em.mesh.shape),
-    is_sparse=_is_sparse(em.mesh),
+    is_sparse=em.is_sparse,
     source=source,
   )
 

@@ -89,8 +89,7 @@ class Rates:
 
     Args:
       place: ("link", device, device), ("host", device), ("hbm", device),
-        ("vmem_shared", ...), or the memory of one core: (whether it is on a
-        SparseCore, ...).
+        ("vmem_shared", ...), or the memory of one core: (`cores.Kind`, ...).
     """
     chip, kind = self.chip, place[0]
     granule = chip.sparse_core_dma_granule_bytes * self.clock_hz
@@ -103,7 +102,7 @@ class Rates:
         return chip.hbm_bytes_per_second_per_device
       case "vmem_shared":
         return granule * chip.vector_subcores_per_sparse_core
-      case True:
+      case "vector" | "scalar":
         return granule
     cores = chip.tensor_cores_per_device
     return chip.hbm_bytes_per_second_per_device / cores
@@ -163,7 +162,7 @@ class Rates:
       " products), a bundle a cycle, without stalls: a lower bound.",
     ]
     if chip.sparse_core_lanes:
-      subcore = self.bytes_per_second((True,))
+      subcore = self.bytes_per_second(("vector",))
       lines.append(
         "The memory of a SparseCore subcore moves one DMA granule a cycle,"
         f" {_rate(subcore)} (assumed)."

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -13,9 +13,7 @@ from coremesh import errors
 from coremesh.simulate.findings import Finding, SimulationError
 from coremesh.simulate.params import SimulatorParams, reset
 from coremesh.simulate.session import Simulation
-
-type Dma = Literal["late", "early", "random"]
-DMA_MODES: tuple[Dma, ...] = get_args(Dma.__value__)
+from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @contextlib.contextmanager
@@ -59,9 +57,9 @@ class Repetition(Simulation):
   def __init__(self):
     super().__init__()
     self.seed: int = 0
-    self.dma: Dma = "late"
+    self.dma: DmaMode = "late"
 
-  def begin(self, seed: int, dma: Dma) -> None:
+  def begin(self, seed: int, dma: DmaMode) -> None:
     """Forgets the last run."""
     self.runs.clear()
     self.seed, self.dma = seed, dma
@@ -122,7 +120,7 @@ class Runner:
     assert isinstance(params.session, Repetition)
     self._session = params.session
 
-  def run(self, seed: int, dma: Dma) -> Outcome:
+  def run(self, seed: int, dma: DmaMode) -> Outcome:
     """Runs it once.
 
     Raises:
@@ -227,7 +225,7 @@ def _differing_elements(name: str, a: np.ndarray, b: np.ndarray) -> str:
   )
 
 
-def checked_dma(dma: Dma | Iterable[Dma]) -> tuple[Dma, ...]:
+def checked_dma(dma: DmaMode | Iterable[DmaMode]) -> tuple[DmaMode, ...]:
   """One DMA mode or several, checked.
 
   Raises:

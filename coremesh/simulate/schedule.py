@@ -158,6 +158,5 @@ def _who_could(on, waiting, changers) -> list[str]:
     if not places:
       return ["no line of the kernel signals it"]
     return [f"signalled by {place}" for place in places[:_MAX_PLACES]]
-  blocked = set(map(id, waiting))
-  absent = [w for w in waiting if w.blocked_on is not on and id(w) in blocked]
+  absent = [w for w in waiting if w.blocked_on is not on]
   return [f"{w} is at {w.blocked_at}" for w in absent[:2]]

@@ -9,6 +9,7 @@ from coremesh.simulate import kernel_timeline
 from coremesh.simulate import report as reports
 from coremesh.simulate import timeline as timelines
 from coremesh.simulate.findings import Finding, SimulationError, error_of
+from coremesh.simulate.transfer import DmaMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class KernelRun:
   bytes_moved: Counter[tuple[str, int, str, int]]
   seconds: float
   turns: int = 0
-  dma: str = "late"
+  dma: DmaMode = "late"
   timeline: kernel_timeline.KernelTimeline | None = None
   unwritten_outputs: tuple[str, ...] = ()
 

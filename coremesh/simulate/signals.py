@@ -21,7 +21,7 @@ class Signals(memories.Memories):
     if self.races:
       owner = semaphore.bank.owner
       if owner is not None and owner is not worker:
-        if not worker.known(owner, semaphore.bank.entered):
+        if not worker.knows(owner, semaphore.bank.entered):
           self.report(
             "scope",
             f"{worker}: {site} signals {semaphore} without knowing that its"
@@ -117,7 +117,7 @@ class Signals(memories.Memories):
     worker.polled_at = site
     if self.timeline is not None and semaphore.count > 0:
       self.timeline.take(
-        worker, semaphore, semaphore.count, "semaphore_read", decrement=False
+        worker, semaphore, semaphore.count, site, decrement=False
       )
     if self.races:
       for _, clock, _ in semaphore.signals:

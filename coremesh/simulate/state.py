@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 import random
 import string
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from coremesh.simulate import clocks, findings, memory
+from coremesh.simulate.transfer import DmaMode
 from coremesh.simulate.worker import Meeting, Site, Worker
 
 _FORMATTER = string.Formatter()
-
-type Dma = Literal["late", "early", "random"]
 
 
 class State:
@@ -22,8 +21,7 @@ class State:
   Args:
     kernel: the kernel's name.
     seed: decides every interleaving.
-    dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
-      random.
+    dma: when a DMA moves its bytes.
     races: whether to look for data races.
     uninitialised: whether to look for reads of memory that nobody wrote.
 
@@ -40,7 +38,7 @@ class State:
     kernel: str,
     *,
     seed: int,
-    dma: Dma,
+    dma: DmaMode,
     races: bool,
     uninitialised: bool = True,
     device_sizes: Sequence[int] = (),

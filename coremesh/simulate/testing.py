@@ -7,6 +7,7 @@ from coremesh.simulate import repeat
 from coremesh.simulate.findings import error_of
 from coremesh.simulate.params import SimulatorParams, reset
 from coremesh.simulate.session import Simulation
+from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @contextlib.contextmanager
@@ -38,9 +39,9 @@ def simulated_test(
     raise error_of(faults)
 
 
-def dma_of(seed: int) -> repeat.Dma:
+def dma_of(seed: int) -> DmaMode:
   """When the DMAs of a test's seed move their bytes."""
-  return repeat.DMA_MODES[seed % len(repeat.DMA_MODES)]
+  return DMA_MODES[seed % len(DMA_MODES)]
 
 
 def report(session: Simulation, *, seed: int, races: bool) -> str:

@@ -6,7 +6,7 @@ start.
 
 from typing import Any
 
-from coremesh.simulate import intervals, memory, rates
+from coremesh.simulate import cores, intervals, memory, rates
 
 
 class Traffic:
@@ -84,6 +84,4 @@ def _place(buffer: memory.Buffer) -> tuple[Any, ...]:
     return (space, device)
   if space == "vmem_shared":
     return (space, *buffer.place)
-  mesh = buffer.family.mesh
-  is_sparse = mesh is not None and type(mesh).__name__ != "TensorCoreMesh"
-  return (is_sparse, type(mesh).__name__, *buffer.place)
+  return (cores.kind_of(buffer.family.mesh), *buffer.place)

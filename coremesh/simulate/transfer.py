@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from coremesh.simulate import clocks, views
 from coremesh.simulate.worker import Site, Worker
+
+# When a DMA moves its bytes: as late as the waits allow, at once, or at random.
+type DmaMode = Literal["late", "early", "random"]
+DMA_MODES: tuple[DmaMode, ...] = get_args(DmaMode.__value__)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -52,7 +56,7 @@ class Transfer:
     self.src_steps = self.dst_steps = ()
 
 
-def place(transfer: Transfer) -> None:
+def write(transfer: Transfer) -> None:
   """Writes what a DMA has read."""
   steps, data = list(transfer.dst_steps), transfer.data
   kept = next(

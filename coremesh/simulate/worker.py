@@ -77,7 +77,7 @@ class Worker:
     self.mesh: Any = None
     self.device_coords: Mapping[Any, int] = {}
     self.coords: Mapping[Any, int] = {}
-    self.thread = machine.threads.add(self)
+    self.thread = machine.threads.add()
     self.clock: clocks.Clock = np.zeros(0, np.int64)
     self.slots: list[list[int]] = []
     self.streams: list[Any] = []
@@ -104,7 +104,7 @@ class Worker:
   def event(self) -> int:
     return int(self.clock[self.thread])
 
-  def known(self, other: "Worker", event: int) -> bool:
+  def knows(self, other: "Worker", event: int) -> bool:
     """Whether this worker knows that `other` has passed an event."""
     return clocks.reaches(self.clock, other.thread, event)
 
@@ -129,7 +129,7 @@ class Worker:
     for slot in self.slots:
       if clocks.reaches(self.clock, slot[0], slot[1]):
         return slot
-    slot = [self.machine.threads.add(self), 0]
+    slot = [self.machine.threads.add(), 0]
     self.slots.append(slot)
     return slot
 
