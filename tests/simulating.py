@@ -13,7 +13,14 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import coremesh as cm
-from coremesh.simulate import findings, launch, params, program, session
+from coremesh.simulate import (
+  findings,
+  launch,
+  params,
+  program,
+  repeat,
+  session,
+)
 
 Shape = jax.ShapeDtypeStruct
 
@@ -142,6 +149,30 @@ def silent(
       np.testing.assert_array_equal(a, b, err_msg=f"seed {seed}")
   assert first is not None
   return first
+
+
+def silent_calls(
+  fn: Callable[..., Any], *args: Any, seeds: Sequence[int] = range(50)
+) -> list[np.ndarray]:
+  """Calls a function of correct kernels under many seeds; its outputs.
+
+  They must be the same bit for bit whether DMAs are late, early, or done at a
+  random time, as under each of the seeds. A jitted function is compiled once.
+  """
+  chosen = repeat.RepeatedParams(
+    on_finding="record", session=repeat.Repetition()
+  )
+  runner = repeat.Runner(fn, args, chosen)
+  outcomes = [runner.run(0, "late"), runner.run(0, "early")]
+  outcomes += [runner.run(seed, "random") for seed in seeds]
+  expected = outcomes[0].outputs
+  for outcome in outcomes:
+    assert not outcome.findings, f"{outcome.how}: {outcome.findings}"
+    assert outcome.outputs is not None and expected is not None
+    differs = repeat.difference(expected, outcome.outputs)
+    assert differs is None, f"{outcome.how}: {differs}"
+  assert expected is not None
+  return list(expected.values())
 
 
 def caught(
