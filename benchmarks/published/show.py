@@ -33,6 +33,8 @@ def scores(rows: Mapping[tuple[str, str, str], Score]) -> Table:
   )
   last = ""
   for (chip, family, half), one in rows.items():
+    if not one.entries:
+      continue
     if last and last != chip + family:
       table.add_section()
     last = chip + family
