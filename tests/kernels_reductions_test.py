@@ -13,7 +13,8 @@ import coremesh as cm
 from coremesh import kernels
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
-_UNIT = {jnp.float32: 2.0**-24, jnp.bfloat16: 2.0**-9}
+# Half of a unit in the last place, of a number of size 1.
+_UNIT = {jnp.float32: 2.0**-24, jnp.bfloat16: 2.0**-8}
 
 
 def _array(shape, dtype=jnp.float32, seed=0):
@@ -39,7 +40,7 @@ def _shapes_and_axes(draw):
   dtype=st.sampled_from([*_FLOATS, jnp.int8, jnp.int32]),
   keepdims=st.booleans(),
 )
-@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.settings(max_examples=4, deadline=None)
 def test_any_shape_and_axes(case, dtype, keepdims):
   shape, axis = case
   x = _array(shape, dtype)
