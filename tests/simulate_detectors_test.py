@@ -869,6 +869,61 @@ def test_what_is_left_in_the_matrix_units(left, text):
     assert text in simulating.caught(made, "leftover", weights, x)
 
 
+# --- checks and promises -----------------------------------------------------
+
+
+def _promise(body):
+  def call(x):
+    return pl.pallas_call(body, out_shape=_out(*_SLAB))(x)
+
+  x = np.zeros(_SLAB, np.float32)
+  return simulating.traced(call, x, chip="v6e", devices=1), x
+
+
+@_RIGHT_OR_WRONG
+def test_a_debug_check(wrong):
+  def body(x_vmem, o_vmem):
+    first = 1.0 if wrong else 0.0
+    pl.debug_check(x_vmem[0, 0] == first, "the first differs")  # check
+    o_vmem[...] = x_vmem[...]
+
+  with pl.enable_debug_checks():
+    made, x = _promise(body)
+    if wrong:
+      text = simulating.caught(made, "check", x)
+      assert _line(body, "check") in text
+      assert "the first differs" in text
+    else:
+      simulating.silent(made, x)
+
+
+@_RIGHT_OR_WRONG
+def test_a_promise_of_a_multiple(wrong):
+  def body(x_vmem, o_vmem):
+    row = x_vmem[0, 0].astype(np.int32) + (4 if wrong else 8)
+    row = pl.multiple_of(row, (2, 8))  # promise
+    o_vmem[...] = x_vmem[...] + row.astype(np.float32)
+
+  made, x = _promise(body)
+  if wrong:
+    text = simulating.caught(made, "check", x)
+    assert _line(body, "promise") in text
+    assert "4 is no multiple of 8" in text
+  else:
+    np.testing.assert_array_equal(simulating.silent(made, x)[0], x + 8)
+
+
+def test_a_matrix_unit_that_has_no_operand():
+  def body(x_vmem, o_vmem):
+    pltpu.matmul_lhs_fifo(x_vmem[...], 0)  # product
+    o_vmem[...] = pltpu.matmul_pop_fifo(_SLAB, jnp.float32, 0)
+
+  made, x = _promise(body)
+  text = simulating.caught(made, "check", x)
+  assert _line(body, "product") in text
+  assert "MXU 0 has no right-hand side yet" in text
+
+
 # --- out of bounds -----------------------------------------------------------
 
 

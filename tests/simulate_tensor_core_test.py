@@ -289,15 +289,6 @@ def test_stochastic_round_to_integers_saturates():
 # --- hints -----------------------------------------------------------------
 
 
-def test_multiple_of_holds_a_kernel_to_its_promise():
-  fn = lambda x: pl.multiple_of(x, (8, 4))
-  for x in (np.int32(16), np.int32(0), np.array([8, -24], np.int32)):
-    np.testing.assert_array_equal(_evaluate(fn, x)[0], x)
-  for x in (np.int32(12), np.array([8, 9], np.int32)):
-    with pytest.raises(ValueError, match=r"promises that x is a multiple of 8"):
-      _evaluate(fn, x)
-
-
 def test_delays_and_traces_leave_no_value():
   def fn(x):
     pl.delay(5)

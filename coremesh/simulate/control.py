@@ -153,6 +153,17 @@ def _check(em: emitter.Emitter, eqn: Any) -> None:
   em.bind(eqn, [])
 
 
+def _multiple_of(em: emitter.Emitter, eqn: Any) -> None:
+  """Gives the value back, if the kernel's promise about it holds."""
+  (value,) = em.atoms(eqn.invars)
+  known = em.numbers.get(str(value))
+  for multiple in eqn.params["values"]:
+    if known is None or known % multiple:
+      site = em.site("pl.multiple_of")
+      em.line(f"m.check_multiple(w, {value}, {multiple}, {site})")
+  em.bind(eqn, [value])
+
+
 def _free_ref(em: emitter.Emitter, eqn: Any) -> None:
   (ref,) = em.atoms(eqn.invars)
   em.line(f"m.free(w, {ref}, {em.site('free_ref')})")
@@ -263,6 +274,7 @@ RULES = {
   "pipeline.pipeline_body": _pipeline_body,
   "pallas.program_id": _program_id,
   "pallas.num_programs": _num_programs,
+  "pallas.multiple_of": _multiple_of,
   "axis_index": _axis_index,
   "platform_index": _platform_index,
   "pallas.delay": _nothing,

@@ -151,8 +151,20 @@ class State:
     print(f"[{worker}] {text}", flush=True)
 
   def fail_check(self, worker: Worker, message: str, site: Site) -> None:
-    """Ends the simulation: a `debug_check` of the kernel has failed."""
+    """Ends the simulation: what the kernel says or must keep does not hold."""
     self.stop("check", f"{worker}: {site} failed: {message}")
+
+  def check_multiple(
+    self, worker: Worker, value: Any, multiple: int, site: Site
+  ) -> None:
+    """Holds a kernel to a promise made by `pl.multiple_of`."""
+    if np.any(value % multiple):
+      self.fail_check(
+        worker,
+        f"{value} is no multiple of {multiple}, as it promises: on a TPU the"
+        " behaviour is undefined. Promise what holds, or pad to it.",
+        site,
+      )
 
 
 # Rounds of a loop that loads, between two looks at whether it waits; rounds

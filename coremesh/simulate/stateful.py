@@ -16,7 +16,9 @@ def _with(state: str, rules: Any, name: str) -> Any:
       return
     function = rules[name](eqn.params, in_types, out_types)
     values = [_value(em, v) for v in eqn.invars]
-    call = f"{em.constant(function, 'f')}({state}(w), {', '.join(values)})"
+    site = em.site(name.removeprefix("tpu."))
+    operands = ", ".join([f"{state}(w)", *values])
+    call = f"checked(m, w, {site}, {em.constant(function, 'f')}, {operands})"
     if eqn.primitive.multiple_results:
       em.bind(eqn, em.unpack(call, len(eqn.outvars)))
     else:
@@ -33,6 +35,14 @@ def _value(em: emitter.Emitter, var: Any) -> str:
     em.line(f"{ref}.unwritten = None")
     return f"{ref}.values()"
   return str(atom)
+
+
+def checked(m: Any, w: Any, site: Any, function: Any, *operands: Any) -> Any:
+  """What an operation gives; its misuse is a fault of the kernel."""
+  try:
+    return function(*operands)
+  except ValueError as error:
+    return m.fail_check(w, str(error), site)
 
 
 def prng(worker: Any) -> hardware_random.Prng:
@@ -60,4 +70,4 @@ RULES = {
   },
 }
 
-HELPERS = {"prng": prng, "mxu": mxu}
+HELPERS = {"checked": checked, "prng": prng, "mxu": mxu}

@@ -178,23 +178,6 @@ def _join_key(params, in_avals, out_avals) -> Function:
   return lambda *words: np.array([words], np.uint32)
 
 
-def _multiple_of(params, in_avals, out_avals) -> Function:
-  """Gives the value back, if the kernel's promise about it holds."""
-  del in_avals, out_avals
-  values = params["values"]
-
-  def multiple_of(x):
-    for value in values:
-      if np.any(x % value):
-        raise ValueError(
-          f"pl.multiple_of(x, {value}) promises that x is a multiple of"
-          f" {value}, but x is {x}: on a TPU the behaviour is undefined."
-        )
-    return x
-
-  return multiple_of
-
-
 def _nothing(params, in_avals, out_avals) -> Function:
   """Primitives that leave no value: they concern the compiler, or time."""
   del params, in_avals, out_avals
@@ -212,7 +195,6 @@ def _same(params, in_avals, out_avals):
 
 RULES: Mapping[str, Rule] = {
   "pallas.delay": _nothing,
-  "pallas.multiple_of": _multiple_of,
   "pallas.reciprocal": _reciprocal,
   "state.broadcast_to": _broadcast_to,
   "state.with_memory_space_constraint": _same,
