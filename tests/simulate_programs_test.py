@@ -85,8 +85,8 @@ _MOVES: Mapping[str, _Op] = {
   "scatter": lambda x, y: x.at[_first(y)].set(y[0]),
   "move": _moved,
   "cond": lambda x, y: lax.cond(_first(x) % 2 == 0, lambda: y, lambda: x),
-  "switch": lambda x, y: lax.switch(
-    _first(y) % 3, [lambda: x, lambda: y, lambda: jnp.flip(x, 0)]
+  "switch": lambda x, y: lax.switch(  # The last one if there are too few.
+    _first(y) - 1, [lambda: x, lambda: y, lambda: jnp.flip(x, 0)]
   ),
   "fori": lambda x, y: lax.fori_loop(
     0, _first(x) % 4, lambda i, v: jnp.roll(jnp.where(y > v, y, v), 1, -1), x
@@ -128,6 +128,7 @@ _SIGNED: Mapping[str, _Op] = {
 _FLOATS: Mapping[str, _Op] = {
   "divide": lambda x, y: jnp.round(x / 4),
   "floor": lambda x, y: jnp.floor(x / 2) + jnp.ceil(y / 2),
+  "truncate": lambda x, y: (x / 4).astype(jnp.int32).astype(x.dtype) + y,
   "dot": lambda x, y: _small(
     jnp.dot(_rows_of(x), _rows_of(y).T, preferred_element_type=jnp.float32)
     .astype(x.dtype)[:, :1]
