@@ -75,11 +75,11 @@ def _times(found: kernel_timeline.KernelTimeline):
   """All that a timeline says of time."""
   return [
     (
-      lane.name,
-      [(i.kind, i.start_ps, i.end_ps, i.what) for i in lane.intervals],
-      [(c.start_ps, c.end_ps, c.what, c.num_bytes) for c in lane.copies],
+      track.name,
+      [(i.kind, i.start_ps, i.end_ps, i.what) for i in track.intervals],
+      [(c.start_ps, c.end_ps, c.what, c.num_bytes) for c in track.copies],
     )
-    for lane in found.lanes
+    for track in found.tracks
   ]
 
 
@@ -129,7 +129,7 @@ def test_blocks_of_a_grid_are_counted_once_for_each_place_they_take():
     ("vmem", 0, "hbm", 0): 4 * _SLAB,
   }
   [(_, found)] = session.timeline.runs
-  copies = found.lanes[0].copies
+  copies = found.tracks[0].copies
   assert sum(c.num_bytes for c in copies) == 9 * _SLAB
   # A block comes in while the one before is worked on.
   assert copies[2].start_ps < copies[1].end_ps + found.chip_rates.issue_ps()
@@ -170,7 +170,7 @@ def test_the_report_of_a_fault_says_it_in_full():
   assert "for ever" in text
   assert json.loads(json.dumps(run.report.as_dict()))["runs"][0]["findings"]
   for _, found in run.timeline.runs:
-    last = [lane.intervals[-1] for lane in found.lanes]
+    last = [track.intervals[-1] for track in found.tracks]
     assert not any(interval.ends for interval in last)
 
 
@@ -187,8 +187,8 @@ def test_a_report_of_nothing_says_so():
 def test_a_wait_ends_with_the_last_of_what_it_took_and_not_before():
   [(_, found)] = _swapped().timeline.runs
   num_waits = 0
-  for lane in found.lanes:
-    for interval in lane.intervals:
+  for track in found.tracks:
+    for interval in track.intervals:
       if interval.kind == "wait":
         num_waits += 1
         last = max(cause.arrives_ps for cause in interval.causes)
@@ -199,12 +199,12 @@ def test_a_wait_ends_with_the_last_of_what_it_took_and_not_before():
 
 def test_a_worker_does_one_thing_after_another():
   [(_, found)] = _swapped().timeline.runs
-  for lane in found.lanes:
-    pairs = zip(lane.intervals, lane.intervals[1:], strict=False)
-    assert lane.intervals[0].start_ps == 0
+  for track in found.tracks:
+    pairs = zip(track.intervals, track.intervals[1:], strict=False)
+    assert track.intervals[0].start_ps == 0
     assert all(a.end_ps == b.start_ps for a, b in pairs)
-    assert lane.compute_ps() + lane.waiting_ps() <= found.end_ps
-    assert 0 < lane.copying_ps() <= found.end_ps
+    assert track.compute_ps() + track.waiting_ps() <= found.end_ps
+    assert 0 < track.copying_ps() <= found.end_ps
 
 
 @pytest.mark.parametrize("dma", ["late", "early", "random"])
@@ -248,7 +248,7 @@ def test_a_signal_that_the_scheduler_runs_late_is_not_late():
     ],
   )
   found = _timeline(made, x)
-  causes = [c for i in found.lanes[0].intervals for c in i.causes]
+  causes = [c for i in found.tracks[0].intervals for c in i.causes]
   copies = [1 + c.worker % 4 for c in causes if c.kind == "signal"]
   assert copies == sorted(copies)
   assert len(copies) == 15
@@ -289,7 +289,7 @@ def test_time_is_no_less_than_the_bytes_take():
   assert floor + latency <= found.seconds <= 1.1 * floor + 2 * latency
   # The copies share the memory: one alone would be a sixteenth of it.
   [shortest, *_] = sorted(
-    c.end_ps - c.start_ps for lane in found.lanes for c in lane.copies
+    c.end_ps - c.start_ps for track in found.tracks for c in track.copies
   )
   assert shortest / _PS < floor / 8 + 2 * latency
 
@@ -297,8 +297,8 @@ def test_time_is_no_less_than_the_bytes_take():
 def test_a_link_is_slower_than_the_memories_at_its_ends():
   [(_, found)] = _swapped().timeline.runs
   durations = {True: set(), False: set()}
-  for lane in found.lanes:
-    for copy in lane.copies:
+  for track in found.tracks:
+    for copy in track.copies:
       durations[copy.link is not None].add(copy.end_ps - copy.start_ps)
   assert min(durations[True]) > max(durations[False])
   floor = _SLAB / found.chip_rates.bytes_per_second(("link", 0, 1))
@@ -332,7 +332,7 @@ def test_a_matrix_product_takes_its_flops_at_the_chips_peak():
   rate = cm.chip("v5p").bf16_flops_per_second_per_tensor_core
   compute = max(
     i.end_ps - i.start_ps
-    for i in found.lanes[0].intervals
+    for i in found.tracks[0].intervals
     if i.kind == "compute"
   )
   assert rate is not None
@@ -365,7 +365,7 @@ def _sums(steps: int):
 
 
 def test_loops_cost_in_proportion_to_their_rounds():
-  costs = [_sums(steps).lanes[0].compute_ps() for steps in (1, 2, 5)]
+  costs = [_sums(steps).tracks[0].compute_ps() for steps in (1, 2, 5)]
   assert costs[1] > costs[0]
   per_round = costs[1] - costs[0]
   assert costs[2] - costs[1] == pytest.approx(3 * per_round, rel=0.01)
@@ -402,8 +402,8 @@ def test_subcores_that_meet_leave_together_after_the_last():
   )
   found = _timeline(made, x)
   waits = [
-    next(i for i in lane.intervals if "subcore_barrier" in i.on)
-    for lane in found.lanes
+    next(i for i in track.intervals if "subcore_barrier" in i.on)
+    for track in found.tracks
   ]
   assert len({w.end_ps for w in waits}) == 1
   assert max(w.start_ps for w in waits) == waits[3].start_ps
@@ -411,7 +411,7 @@ def test_subcores_that_meet_leave_together_after_the_last():
   assert {w.causes[0].worker for w in waits} == {3}
   first = found.waits[0]
   assert (first.by, first.seconds) == (
-    found.lanes[3].name,
+    found.tracks[3].name,
     max(w.end_ps - w.start_ps for w in waits) / _PS,
   )
 
@@ -528,15 +528,15 @@ def test_the_picture_shows_work_waits_and_copies(tmp_path):
 
 def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
   [(_, found)] = _swapped().timeline.runs
-  lane = found.lanes[0]
+  track = found.tracks[0]
 
   def many(count, delay_ps):
-    lanes = []
+    tracks = []
     for i in range(count):
-      end = lane.intervals[0].end_ps + i * delay_ps
-      first = type(lane.intervals[0])("compute", 0, end)
-      lanes.append(
-        kernel_timeline.Lane(
+      end = track.intervals[0].end_ps + i * delay_ps
+      first = type(track.intervals[0])("compute", 0, end)
+      tracks.append(
+        kernel_timeline.Track(
           index=i,
           device=i // 64,
           kind="vector subcore",
@@ -547,8 +547,8 @@ def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
       )
     run = kernel_timeline.KernelTimeline(
       kernel="many",
-      lanes=tuple(lanes),
-      end_ps=2 * lane.intervals[0].end_ps,
+      tracks=tuple(tracks),
+      end_ps=2 * track.intervals[0].end_ps,
       chip_rates=found.chip_rates,
     )
     return kernel_timeline.in_sequence([run])

@@ -1,6 +1,6 @@
 """What each worker of a kernel did when: a model of it, not a measurement.
 
-A lane for each worker says when it computes, when it waits and for what, and
+A track for each worker says when it computes, when it waits and for what, and
 which of its copies are in flight. This is data only: `report`, `picture` and
 `trace_events` show it.
 """
@@ -15,7 +15,7 @@ from coremesh.simulate import cores, intervals, rates, recorder, replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
+class Track:
   """One worker.
 
   Attributes:
@@ -72,7 +72,7 @@ class Waiting:
   """How long a worker waited for one thing, in all.
 
   Attributes:
-    lane: the worker's name.
+    worker: its name.
     what: what it does: "wait for 'ready' at kernel.py:12 (body)".
     on: the semaphore or barrier, with whose it is.
     by: the name of the worker who ended it, "nobody" if it waits for ever.
@@ -81,7 +81,7 @@ class Waiting:
     count: how often.
   """
 
-  lane: str
+  worker: str
   what: str
   on: str
   by: str
@@ -96,13 +96,13 @@ class KernelTimeline:
 
   Attributes:
     kernel: its name.
-    lanes: one for each worker.
+    tracks: one for each worker.
     end_ps: when the last worker and the last copy are done, in picoseconds.
     chip_rates: what the times are made from.
   """
 
   kernel: str
-  lanes: tuple[Lane, ...]
+  tracks: tuple[Track, ...]
   end_ps: int
   chip_rates: rates.Rates
 
@@ -114,15 +114,15 @@ class KernelTimeline:
   @property
   def devices(self) -> tuple[int, ...]:
     """The devices that ran it together."""
-    return tuple(sorted({lane.device for lane in self.lanes}))
+    return tuple(sorted({track.device for track in self.tracks}))
 
-  def shares(self, lane: Lane) -> Mapping[str, float]:
+  def shares(self, track: Track) -> Mapping[str, float]:
     """Parts of the kernel's time that a worker computes, waits, and copies."""
     end = self.end_ps or 1
     return {
-      "compute": lane.compute_ps() / end,
-      "waiting": lane.waiting_ps() / end,
-      "copies in flight": lane.copying_ps() / end,
+      "compute": track.compute_ps() / end,
+      "waiting": track.waiting_ps() / end,
+      "copies in flight": track.copying_ps() / end,
     }
 
   @functools.cached_property
@@ -130,17 +130,17 @@ class KernelTimeline:
     """Who waited on what and on whom, the longest first."""
     total: Counter[tuple[str, ...]] = Counter()
     count: Counter[tuple[str, ...]] = Counter()
-    for lane in self.lanes:
-      for interval in lane.intervals:
+    for track in self.tracks:
+      for interval in track.intervals:
         if interval.kind == "wait" and interval.end_ps > interval.start_ps:
           who = self.who_ended(interval)
-          key = (lane.name, interval.what, interval.on, *who)
+          key = (track.name, interval.what, interval.on, *who)
           total[key] += interval.end_ps - interval.start_ps
           count[key] += 1
     found = sorted(total, key=lambda key: (-total[key], key))
     return tuple(
       Waiting(
-        lane=key[0],
+        worker=key[0],
         what=key[1],
         on=key[2],
         by=key[3],
@@ -156,7 +156,7 @@ class KernelTimeline:
     if not interval.causes:
       return "nobody", ""
     last = max(interval.causes, key=lambda c: c.arrives_ps)
-    return self.lanes[last.worker].name, last.what
+    return self.tracks[last.worker].name, last.what
 
 
 def model(
@@ -173,8 +173,8 @@ def model(
     copies[copy.worker].append(copy)
   return KernelTimeline(
     kernel=kernel,
-    lanes=tuple(
-      Lane(
+    tracks=tuple(
+      Track(
         index=i,
         device=worker.device,
         kind=cores.NAMES[cores.kind_of(worker.mesh)],

@@ -41,7 +41,7 @@ class _Row:
   """Workers that do the same at the same times, over all kernels."""
 
   label: str
-  parts: tuple[tuple[int, kernel_timeline.Lane], ...]
+  parts: tuple[tuple[int, kernel_timeline.Track], ...]
 
 
 def save(
@@ -63,35 +63,37 @@ def save(
 
 
 def _rows(runs: kernel_timeline.Runs) -> list[_Row]:
-  lanes: dict[tuple[Any, ...], list[tuple[int, kernel_timeline.Lane]]] = {}
+  tracks: dict[tuple[Any, ...], list[tuple[int, kernel_timeline.Track]]] = {}
   for start, run in runs:
-    for lane in run.lanes:
-      lanes.setdefault(lane.place, []).append((start, lane))
-  order = sorted(lanes, key=lambda place: (place[0], place[1], place[2]))
+    for track in run.tracks:
+      tracks.setdefault(track.place, []).append((start, track))
+  order = sorted(tracks, key=lambda place: (place[0], place[1], place[2]))
   if len(order) <= _FOLD_ABOVE:
-    return [_Row(lanes[p][0][1].name, tuple(lanes[p])) for p in order]
+    return [_Row(tracks[p][0][1].name, tuple(tracks[p])) for p in order]
   alike: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
   for place in order:
-    key = (place[1], *(_shape(s, lane) for s, lane in lanes[place]))
+    key = (place[1], *(_shape(s, track) for s, track in tracks[place]))
     alike.setdefault(key, []).append(place)
   return [
-    _Row(_label([lanes[p][0][1] for p in places]), tuple(lanes[places[0]]))
+    _Row(_label([tracks[p][0][1] for p in places]), tuple(tracks[places[0]]))
     for places in alike.values()
   ]
 
 
-def _shape(start: int, lane: kernel_timeline.Lane) -> tuple[Any, ...]:
-  """What is drawn of a lane."""
+def _shape(start: int, track: kernel_timeline.Track) -> tuple[Any, ...]:
+  """What is drawn of a track."""
   return (
     start,
-    tuple(_merged(lane)),
-    tuple((c.link is None, c.start_ps, c.end_ps) for c in lane.copies),
+    tuple(_merged(track)),
+    tuple((c.link is None, c.start_ps, c.end_ps) for c in track.copies),
   )
 
 
-def _label(lanes: Sequence[kernel_timeline.Lane]) -> str:
-  text = report.described(lanes)
-  return text.split(": ")[-1] + (f"  (x{len(lanes)})" if len(lanes) > 1 else "")
+def _label(tracks: Sequence[kernel_timeline.Track]) -> str:
+  text = report.described(tracks)
+  return text.split(": ")[-1] + (
+    f"  (x{len(tracks)})" if len(tracks) > 1 else ""
+  )
 
 
 def _figure(runs, rows: Sequence[_Row], page: str) -> Figure:
@@ -135,10 +137,10 @@ def _figure(runs, rows: Sequence[_Row], page: str) -> Figure:
 
 def _draw(axes: Any, number: int, row: _Row, per_ps: float) -> None:
   bars: dict[str, list[tuple[float, float]]] = {k: [] for k in _COLOURS}
-  for start, lane in row.parts:
-    for kind, begin, end in _merged(lane):
+  for start, track in row.parts:
+    for kind, begin, end in _merged(track):
       bars[kind].append(((start + begin) * per_ps, (end - begin) * per_ps))
-    for copy in lane.copies:
+    for copy in track.copies:
       kind = "copy" if copy.link is None else "link"
       span = (start + copy.start_ps) * per_ps
       bars[kind].append((span, (copy.end_ps - copy.start_ps) * per_ps))
@@ -157,15 +159,15 @@ def _draw(axes: Any, number: int, row: _Row, per_ps: float) -> None:
     )
 
 
-def _merged(lane: kernel_timeline.Lane) -> Iterator[tuple[str, int, int]]:
+def _merged(track: kernel_timeline.Track) -> Iterator[tuple[str, int, int]]:
   """Intervals of computing and waiting, neighbours of a kind as one."""
   last: tuple[str, int, int] | None = None
-  for interval in lane.intervals:
+  for interval in track.intervals:
     if interval.end_ps == interval.start_ps:
       continue
     kind = "compute"
     if interval.kind == "wait":
-      kind = "own" if lane.waits_for_itself(interval) else "wait"
+      kind = "own" if track.waits_for_itself(interval) else "wait"
     if last is not None and last[0] == kind and last[2] == interval.start_ps:
       last = (kind, last[1], interval.end_ps)
       continue

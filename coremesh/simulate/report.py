@@ -156,35 +156,35 @@ def _workers_table(runs) -> Table:
     *("kernel", "workers", "compute", "waiting", "copies in flight"),
     right=("compute", "waiting", "copies in flight"),
   )
-  rows: dict[tuple[str, ...], list[kernel_timeline.Lane]] = {}
+  rows: dict[tuple[str, ...], list[kernel_timeline.Track]] = {}
   for run in runs:
-    for lane in run.timeline.lanes:
-      shares = [f"{s:.0%}" for s in run.timeline.shares(lane).values()]
-      rows.setdefault((run.kernel, lane.kind, *shares), []).append(lane)
+    for track in run.timeline.tracks:
+      shares = [f"{s:.0%}" for s in run.timeline.shares(track).values()]
+      rows.setdefault((run.kernel, track.kind, *shares), []).append(track)
   if len(rows) > _MAX_WORKERS:
     rows = _by_device(runs)
-  for (kernel, _, *shares), lanes in list(rows.items())[:_MAX_WORKERS]:
-    table.add_row(*map(_cell, (kernel, described(lanes), *shares)))
+  for (kernel, _, *shares), tracks in list(rows.items())[:_MAX_WORKERS]:
+    table.add_row(*map(_cell, (kernel, described(tracks), *shares)))
   more = list(rows.values())[_MAX_WORKERS:]
   if more:
     table.add_row("", _count(sum(map(len, more)), "more worker"))
   return table
 
 
-def _by_device(runs) -> dict[tuple[str, ...], list[kernel_timeline.Lane]]:
+def _by_device(runs) -> dict[tuple[str, ...], list[kernel_timeline.Track]]:
   """A row for each kernel and kind of worker: the range of their shares."""
-  groups: dict[tuple[str, str], list[tuple[Any, kernel_timeline.Lane]]] = {}
+  groups: dict[tuple[str, str], list[tuple[Any, kernel_timeline.Track]]] = {}
   for run in runs:
-    for lane in run.timeline.lanes:
-      groups.setdefault((run.kernel, lane.kind), []).append((run, lane))
+    for track in run.timeline.tracks:
+      groups.setdefault((run.kernel, track.kind), []).append((run, track))
   rows = {}
   for (kernel, kind), members in groups.items():
     columns = zip(
-      *(run.timeline.shares(lane).values() for run, lane in members),
+      *(run.timeline.shares(track).values() for run, track in members),
       strict=True,
     )
     shares = [_range(min(column), max(column)) for column in columns]
-    rows[(kernel, kind, *shares)] = [lane for _, lane in members]
+    rows[(kernel, kind, *shares)] = [track for _, track in members]
   return rows
 
 
@@ -207,11 +207,11 @@ def _waits_table(runs) -> Table:
   longest = sorted(kinds.values(), key=lambda waits: -waits[0].seconds)
   for first, *others in longest[:_MAX_WAITS]:
     often = f" in {first.count}" if first.count > 1 else ""
-    who = "its own" if first.by == first.lane else f"{first.by}:"
+    who = "its own" if first.by == first.worker else f"{first.by}:"
     until = f"{who} {first.by_what}" if first.by_what else "for ever"
-    alike = len({wait.lane for wait in others} - {first.lane})
+    alike = len({wait.worker for wait in others} - {first.worker})
     table.add_row(
-      *map(_cell, (first.lane, _duration(first.seconds) + often)),
+      *map(_cell, (first.worker, _duration(first.seconds) + often)),
       *map(_cell, map(_brief, (first.what, until))),
       str(alike) if alike else "",
     )
@@ -227,18 +227,18 @@ def _assumptions(runs) -> list[str]:
   return [first, *(f"* {text}" for text in dict.fromkeys(texts))]
 
 
-def described(lanes: Sequence[kernel_timeline.Lane]) -> str:
+def described(tracks: Sequence[kernel_timeline.Track]) -> str:
   """Workers in words: "device 0, core 1", or "4 TensorCores: device 0-3, ..."
 
   Of several, each axis says which of it they have.
   """
-  if len(lanes) == 1:
-    return lanes[0].name
-  axes = [str(axis) for axis, _ in lanes[0].coords]
-  parts = [f"device {_numbers([lane.device for lane in lanes])}"]
+  if len(tracks) == 1:
+    return tracks[0].name
+  axes = [str(axis) for axis, _ in tracks[0].coords]
+  parts = [f"device {_numbers([track.device for track in tracks])}"]
   for i, axis in enumerate(axes):
-    parts.append(f"{axis} {_numbers([lane.coords[i][1] for lane in lanes])}")
-  return f"{_count(len(lanes), lanes[0].kind)}: {', '.join(parts)}"
+    parts.append(f"{axis} {_numbers([track.coords[i][1] for track in tracks])}")
+  return f"{_count(len(tracks), tracks[0].kind)}: {', '.join(parts)}"
 
 
 def _numbers(values: Sequence[int]) -> str:
@@ -316,13 +316,13 @@ def _timed(found: kernel_timeline.KernelTimeline) -> Mapping[str, Any]:
     "modelled_seconds": found.seconds,
     "workers": [
       {
-        "name": lane.name,
-        "kind": lane.kind,
-        "compute_seconds": lane.compute_ps() / rates.PS_PER_SECOND,
-        "waiting_seconds": lane.waiting_ps() / rates.PS_PER_SECOND,
-        "copying_seconds": lane.copying_ps() / rates.PS_PER_SECOND,
+        "name": track.name,
+        "kind": track.kind,
+        "compute_seconds": track.compute_ps() / rates.PS_PER_SECOND,
+        "waiting_seconds": track.waiting_ps() / rates.PS_PER_SECOND,
+        "copying_seconds": track.copying_ps() / rates.PS_PER_SECOND,
       }
-      for lane in found.lanes
+      for track in found.tracks
     ],
     "waits": [dataclasses.asdict(wait) for wait in found.waits],
   }

@@ -37,21 +37,21 @@ def _threads(runs: kernel_timeline.Runs) -> dict[tuple[Any, ...], int]:
   threads: dict[tuple[Any, ...], int] = {}
   count: dict[int, int] = {}
   for _, run in runs:
-    for lane in run.lanes:
-      if lane.place not in threads:
-        count[lane.device] = count.get(lane.device, 0) + 1
-        threads[lane.place] = count[lane.device]
+    for track in run.tracks:
+      if track.place not in threads:
+        count[track.device] = count.get(track.device, 0) + 1
+        threads[track.place] = count[track.device]
   return threads
 
 
 def _names(runs, threads) -> Iterator[dict[str, Any]]:
-  lanes = {lane.place: lane for _, run in runs for lane in run.lanes}
-  for device in sorted({lane.device for lane in lanes.values()}):
+  tracks = {track.place: track for _, run in runs for track in run.tracks}
+  for device in sorted({track.device for track in tracks.values()}):
     yield perfetto.process_name(device, f"device {device} (modelled time)")
-  for place, lane in lanes.items():
-    where = ", ".join(f"{axis} {i}" for axis, i in lane.coords)
-    name = f"{lane.kind} {where}"
-    yield from perfetto.thread_names(lane.device, threads[place], name)
+  for place, track in tracks.items():
+    where = ", ".join(f"{axis} {i}" for axis, i in track.coords)
+    name = f"{track.kind} {where}"
+    yield from perfetto.thread_names(track.device, threads[place], name)
 
 
 class _Run:
@@ -66,22 +66,22 @@ class _Run:
     self._ids = ids
 
   def events(self) -> Iterator[dict[str, Any]]:
-    for lane in self._run.lanes:
-      for interval, issue in _with_issue(lane.intervals):
-        yield self._slice(lane, interval, issue)
+    for track in self._run.tracks:
+      for interval, issue in _with_issue(track.intervals):
+        yield self._slice(track, interval, issue)
         for cause in interval.causes:
-          yield from self._flow(lane, interval, cause)
-      for copy in lane.copies:
-        yield from self._copy(lane, copy)
+          yield from self._flow(track, interval, cause)
+      for copy in track.copies:
+        yield from self._copy(track, copy)
 
-  def _at(self, lane: kernel_timeline.Lane, time_ps: int) -> dict[str, Any]:
+  def _at(self, track: kernel_timeline.Track, time_ps: int) -> dict[str, Any]:
     return {
-      "pid": lane.device,
-      "tid": self._threads[lane.place],
+      "pid": track.device,
+      "tid": self._threads[track.place],
       "ts": (self._start_ps + time_ps) / _PS_PER_US,
     }
 
-  def _slice(self, lane, interval, issue) -> dict[str, Any]:
+  def _slice(self, track, interval, issue) -> dict[str, Any]:
     args = {"kernel": self._run.kernel}
     if interval.kind == "wait":
       args["on"] = interval.on
@@ -89,28 +89,28 @@ class _Run:
       args["waiting_us"] = (interval.end_ps - interval.start_ps) / _PS_PER_US
     end = issue.end_ps if issue is not None else interval.end_ps
     return perfetto.interval(
-      self._at(lane, interval.start_ps),
+      self._at(track, interval.start_ps),
       name=interval.what or "compute",
       kind=interval.kind,
       duration_us=(end - interval.start_ps) / _PS_PER_US,
       args=args,
     )
 
-  def _flow(self, lane, interval, cause) -> Iterator[dict[str, Any]]:
-    sender = self._run.lanes[cause.worker]
+  def _flow(self, track, interval, cause) -> Iterator[dict[str, Any]]:
+    sender = self._run.tracks[cause.worker]
     common = {"name": cause.kind, "cat": "sync", "id": next(self._ids)}
     yield {"ph": "s", **common, **self._at(sender, cause.sent_ps)}
-    end = self._at(lane, interval.end_ps)
+    end = self._at(track, interval.end_ps)
     yield {"ph": "f", "bp": "e", **common, **end}
 
-  def _copy(self, lane, copy: intervals.Copy) -> Iterator[dict[str, Any]]:
+  def _copy(self, track, copy: intervals.Copy) -> Iterator[dict[str, Any]]:
     args = {"from": copy.src, "to": copy.dst, "bytes": copy.num_bytes}
     if copy.link is not None:
       args["link"] = f"device {copy.link[0]} to device {copy.link[1]}"
     args["what"] = copy.what
     yield from perfetto.copy(
-      self._at(lane, copy.start_ps),
-      self._at(lane, copy.end_ps),
+      self._at(track, copy.start_ps),
+      self._at(track, copy.end_ps),
       name=f"{copy.spaces[0]} to {copy.spaces[1]}",
       number=next(self._ids),
       args=args,
