@@ -223,7 +223,7 @@ def _report(
   if predicted:
     show.plot(predicted, ratios, options.out / "predicted.png")
     if options.picture:
-      show.plot(predicted, ratios, options.picture, dpi=90)
+      show.plot(predicted, ratios, options.picture, dpi=110)
 
 
 if __name__ == "__main__":

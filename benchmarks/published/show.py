@@ -254,9 +254,11 @@ def _mark_beyond(
     axes.annotate(
       f"{ratio:.2f}",
       xy=(one.measured_us / 1e3, low if is_low else high),
-      xytext=(0, 9 if is_low else -14),
+      xytext=(0, 8 if is_low else -8),
       textcoords="offset points",
       ha="center",
+      va="bottom" if is_low else "top",
+      rotation=90,
       fontsize=6,
       color=_COLORS[one.family],
       arrowprops={"arrowstyle": "->", "color": _COLORS[one.family]},
