@@ -11,8 +11,11 @@ SUBLANES = 8
 
 
 def packing(dtype: Any) -> int:
-  """How many elements share a word of 32 bits: 1 of float32, 8 of int4."""
-  return 32 // jax.dtypes.itemsize_bits(dtype)
+  """How many elements share a word of 32 bits: 1 of float32, 8 of int4.
+
+  An element of more bits has words of its own: 1.
+  """
+  return max(1, 32 // jax.dtypes.itemsize_bits(dtype))
 
 
 def tile_rows(rows: int, dtype: Any) -> int:

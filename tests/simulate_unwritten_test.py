@@ -1,9 +1,12 @@
 """Reads of memory that nobody has written: found where they matter, only."""
 
+from typing import Any
+
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +17,8 @@ from tests import simulating
 _SLAB = (8, 128)
 _VMEM = pltpu.VMEM(_SLAB, np.float32)
 _SMEM = pltpu.SMEM((4,), np.int32)
-_OUT = jax.ShapeDtypeStruct(_SLAB, np.float32)
-_X = np.arange(32 * 128, dtype=np.float32).reshape(32, 128)
+_OUT: Any = jax.ShapeDtypeStruct(_SLAB, np.float32)
+_X: Any = np.arange(32 * 128, dtype=np.float32).reshape(32, 128)
 _RIGHT_OR_WRONG = pytest.mark.parametrize("wrong", [False, True])
 
 
@@ -29,15 +32,15 @@ def _made(body, *scratch, out=_OUT):
   )
 
 
-def _check(made, wrong, expected, *, text="'acc'"):
+def _check(made, wrong, expected, *, text="'acc'", x=_X):
   if wrong:
-    found = simulating.caught(made, "uninitialised", _X, seeds=range(3))
+    found = simulating.caught(made, "uninitialised", x, seeds=range(3))
     assert text in found
     assert "simulate_unwritten_test.py" in found
     assert "nobody has written what it reads" in found
-    assert not made.findings(_X, detect_uninitialised=False)
+    assert not made.findings(x, detect_uninitialised=False)
   else:
-    (y,) = simulating.silent(made, _X, seeds=range(6))
+    (y,) = simulating.silent(made, x, seeds=range(6))
     np.testing.assert_array_equal(y, expected)
 
 
@@ -121,6 +124,57 @@ def test_what_a_select_leaves_out_may_be_unwritten(how):
     pltpu.sync_copy(acc, o_hbm)
 
   _check(_made(body, _VMEM, _VMEM), False, 2 * _X[:8])
+
+
+def _stored_by_mask(how, out, at, value, mask):
+  """Puts what the mask allows of a register into `out[at : at + 8]`."""
+  lanes = at + lax.iota(jnp.int32, 8)
+  if how == "scatter":
+    plsc.store_scatter(out, [lanes], value, mask=mask)
+  elif how == "scatter of additions":
+    plsc.addupdate_scatter(out, [lanes], value, mask=mask)
+  elif how == "scatter by what is loaded":  # It holds its own indices.
+    plsc.store_scatter(out, [value], lanes, mask=mask)
+  elif how == "gather by what is loaded":
+    found = plsc.load_gather(out, [value], mask=mask)
+    out[pl.ds(at, 8)] = jnp.where(mask, found + lanes, 0)
+  else:
+    plsc.store_compressed(out.at[pl.ds(at, 8)], value, mask=mask)
+
+
+@pytest.mark.parametrize(
+  "how",
+  [
+    *("scatter", "scatter of additions", "compressed store"),
+    *("scatter by what is loaded", "gather by what is loaded"),
+  ],
+)
+@_RIGHT_OR_WRONG
+def test_lanes_that_a_mask_leaves_out_may_be_unwritten(how, wrong):
+  x = np.arange(32, dtype=np.int32)
+
+  def body(x_hbm, o_hbm, acc, out):
+    pltpu.sync_copy(x_hbm.at[pl.ds(0, 16)], acc.at[pl.ds(0, 16)])
+    for at in range(0, 32, 8):
+      out[pl.ds(at, 8)] = jnp.zeros(8, jnp.int32)
+    for at in range(0, 32, 8):
+      value = acc[pl.ds(at, 8)]
+      if wrong:  # No mask chooses of this.
+        value = jnp.clip(value, 0, 31)
+        out[pl.ds(at, 8)] = value
+      mask = at + lax.iota(jnp.int32, 8) < 12
+      _stored_by_mask(how, out, at, value, mask)
+    pltpu.sync_copy(out, o_hbm)
+
+  made = simulating.kernel(
+    body,
+    x,
+    out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    cores=lambda chip: chip.vector_subcores(num_cores=1, num_subcores=1),
+    scratch_types=[pltpu.VMEM(x.shape, x.dtype)] * 2,
+    compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
+  )
+  _check(made, wrong, np.where(x < 12, x, 0), x=x)
 
 
 @pytest.mark.parametrize("rows", [8, 5])
@@ -224,3 +278,19 @@ def test_the_report_tells_of_outputs_that_hold_what_nobody_wrote(rows):
   assert (told in str(run.report)) == (rows == 5)
   (noted,) = run.report.as_dict()["runs"]
   assert len(noted["unwritten_outputs"]) == (rows == 5)
+
+
+def test_an_array_without_elements_holds_nothing_unwritten():
+  def body(x_hbm, o_hbm, empty_hbm, empty):
+    pltpu.sync_copy(empty, empty_hbm)
+    pltpu.sync_copy(x_hbm.at[pl.ds(0, 8)], o_hbm)
+
+  shape = (0, 128)
+  made = _made(
+    body,
+    pltpu.VMEM(shape, np.float32),
+    out=(_OUT, jax.ShapeDtypeStruct(shape, np.float32)),
+  )
+  y, nothing = simulating.silent(made, _X, seeds=range(3))
+  np.testing.assert_array_equal(y, _X[:8])
+  assert nothing.shape == shape

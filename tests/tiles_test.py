@@ -78,3 +78,10 @@ def test_a_row_of_narrow_elements_takes_whole_words(dtype, rows):
   # JAX's own table has no narrow dtypes but int4.
   assert memory.padded_shape((1, 1), np.dtype(dtype)) == (rows, 128)
   assert memory.padded_shape((rows + 1, 1), np.dtype(dtype)) == (2 * rows, 128)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex64, np.int64])
+def test_an_element_of_more_than_a_word_shares_none(dtype):
+  # No TPU holds them; the simulator, with JAX's x64, does.
+  assert tiles.packing(dtype) == 1
+  assert tiles.padded_bytes((130,), dtype) == 256 * 8

@@ -33,7 +33,12 @@ def forget(buffer: Any) -> None:
   """Nobody has written any element of a buffer."""
   marks = np.zeros(buffer.data.shape, bool)
   marks[tuple(slice(0, n) for n in buffer.shape)] = True
-  buffer.unwritten = Unwritten(marks)
+  _mark(buffer, marks)
+
+
+def _mark(buffer: Any, marks: np.ndarray) -> None:
+  unwritten = Unwritten(marks)
+  buffer.unwritten = unwritten if unwritten.count else None
 
 
 def wrote(buffer: Any, steps: Sequence[views.Step]) -> None:
@@ -94,5 +99,4 @@ def copied(
     part[index] = marks.reshape(part[index].shape)
   else:  # Words of another size: a part is written if any of it is.
     part[index] = marks.all()
-  unwritten = Unwritten(new)
-  buffer.unwritten = unwritten if unwritten.count else None
+  _mark(buffer, new)
