@@ -18,7 +18,6 @@ from coremesh.simulate import (
   effects,
   emitter,
   grid,
-  lanes,
   loads,
   machine,
   rates,
@@ -26,6 +25,7 @@ from coremesh.simulate import (
   synchronisation,
   tensor_core,
   values,
+  vector_subcore,
 )
 
 _NUMBERS = itertools.count()
@@ -241,7 +241,7 @@ def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
 
 
 RULES = {**control.RULES, **effects.RULES, **loads.RULES, **stateful.RULES}
-VALUE_RULES = {**values.RULES, **lanes.RULES, **tensor_core.RULES}
+VALUE_RULES = {**values.RULES, **vector_subcore.RULES, **tensor_core.RULES}
 HELPERS = {
   **access.HELPERS,
   **loads.HELPERS,

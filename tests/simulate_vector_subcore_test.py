@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coremesh.simulate import lanes
+from coremesh.simulate import vector_subcore
 from tests import simulate_rules
 
 _LANES = 8  # of a v5p
@@ -22,7 +22,7 @@ _cummin = plsc.cummax.__globals__["cummin"]
 
 def _evaluate(fn, *args):
   closed = simulate_rules.trace(fn, *args)
-  return simulate_rules.run(lanes.RULES, closed, *args)
+  return simulate_rules.run(vector_subcore.RULES, closed, *args)
 
 
 def _vector(rng, dtype, *, kind):
@@ -252,7 +252,7 @@ def test_pack_places_lane_by_lane_and_unpack_undoes_it(
   if preferred is not None:
     options["preferred_element_type"] = wide
   unpacked = _evaluate(lambda ab: plsc.unpack(ab, **options), packed)
-  # Unsigned halves come back by their sign, see `lanes`.
+  # Unsigned halves come back by their sign, see `vector_subcore`.
   read = {np.uint16: np.int16}.get(half, half)
   for result, x in zip(unpacked, small, strict=True):
     np.testing.assert_array_equal(result, x.view(read).astype(wide))
