@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
+from coremesh.simulate import schedule
 from tests import simulating, support
 
 _X = np.arange(32 * 128, dtype=np.float32).reshape(32, 128)
@@ -204,6 +205,32 @@ def test_a_worker_that_spins_on_what_nobody_writes_is_named():
   assert (
     "changed by simulate_schedule_test.py" in text
   )  # Its own `flag[0] = 0`.
+
+
+def test_a_subcore_that_spins_on_a_gather_is_named(monkeypatch):
+  monkeypatch.setattr(schedule, "_MAX_IDLE", 100)  # To be told of it soon.
+
+  def body(x_hbm, o_hbm, flags):
+    lanes = jax.lax.iota(jnp.int32, 8)
+    flags[...] = jnp.zeros(8, jnp.int32)
+    jax.lax.while_loop(
+      lambda seen: jnp.all(seen == 0),
+      lambda seen: plsc.load_gather(flags, [lanes]),
+      jnp.zeros(8, jnp.int32),
+    )
+    pltpu.sync_copy(x_hbm, o_hbm)
+
+  x = np.arange(8, dtype=np.int32)
+  made = simulating.kernel(
+    body,
+    x,
+    out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    cores=lambda chip: chip.vector_subcores(num_cores=1, num_subcores=1),
+    compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
+    scratch_types=[pltpu.VMEM((8,), np.int32)],
+  )
+  text = simulating.caught(made, "endless", x, seeds=[0])
+  assert "subcore 0 polls by load_gather of 'flags' at" in text
 
 
 def test_a_long_loop_over_loads_is_not_endless():

@@ -187,7 +187,9 @@ def _sc_gather(em: emitter.Emitter, eqn: Any) -> None:
   )
   part = access.Part(em, ref, transforms)
   part.declaration.is_shared = True
-  site = em.site(f"load_gather of {part.declaration.name!r}")
+  name = part.declaration.name
+  site = em.site(f"load_gather of {name!r}", name)
+  em.loads.append(site)
   em.bind(
     eqn,
     [
