@@ -36,6 +36,7 @@ from .explanation.explanation import Explanation as Explanation
 from .explanation.hot_lines import HotBundle as HotBundle
 from .explanation.hot_lines import HotLine as HotLine
 from .explanation.roofline import Roofline as Roofline
+from .guard.golden import GoldenError as GoldenError
 from .launch import Kernel as Kernel
 from .launch import Route as Route
 from .launch import kernel as kernel
@@ -85,12 +86,12 @@ from .simulate.explore import explore as explore
 from .simulate.findings import DeadlockError as DeadlockError
 from .simulate.findings import Finding as Finding
 from .simulate.findings import SimulationError as SimulationError
+from .simulate.kernel_run import KernelRun as KernelRun
 from .simulate.kernel_timeline import KernelTimeline as KernelTimeline
 from .simulate.mutate import Mutant as Mutant
 from .simulate.mutate import MutationReport as MutationReport
 from .simulate.mutate import mutate as mutate
 from .simulate.params import SimulatorParams as SimulatorParams
 from .simulate.report import Report as Report
-from .simulate.session import KernelRun as KernelRun
 from .simulate.session import Simulation as Simulation
 from .simulate.timeline import Timeline as Timeline

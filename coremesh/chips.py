@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 import dataclasses
-import difflib
-import functools
 import math
 import os
 import re
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 import numpy as np
 
-from coremesh import _compat, errors, topology
+from coremesh import _compat, chip_facts, errors, generations, topology
 
 type Place = Literal["tpu", "simulator", "compiler"]
 
@@ -22,81 +20,7 @@ _DEFAULT_CHIP = "v5p:2x2x1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Limits:
-  """What libtpu lets the cores of a chip hold that JAX's table does not have.
-
-  Read from what libtpu 0.0.50.1 answers to kernels that hold too much, such as
-  "sflag capacity 2.0K", "smem_tile: 2046 is the last word". It takes some of
-  them for itself, so that a kernel that is just within them may not fit.
-  """
-
-  semaphores_per_tensor_core: int
-  semaphores_per_vector_subcore: int
-  semaphores_per_scalar_subcore: int
-  smem_words_per_vector_subcore: int = 2047
-  smem_words_per_scalar_subcore: int = 16329
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Family:
-  """How one TPU generation is named; its numbers come from JAX's table.
-
-  Attributes:
-    limits: what JAX's table has not, None if libtpu was not asked.
-  """
-
-  version: pltpu.ChipVersion
-  device_kind: str
-  one_host: tuple[int, ...]
-  limits: _Limits | None = None
-
-
-_FAMILIES = {
-  "v4": _Family(
-    version=pltpu.ChipVersion.TPU_V4,
-    device_kind="TPU v4",
-    one_host=(2, 2, 1),
-  ),
-  "v5e": _Family(
-    version=pltpu.ChipVersion.TPU_V5E,
-    device_kind="TPU v5 lite",
-    one_host=(2, 2),
-  ),
-  "v5p": _Family(
-    version=pltpu.ChipVersion.TPU_V5P,
-    device_kind="TPU v5",
-    one_host=(2, 2, 1),
-    limits=_Limits(
-      semaphores_per_tensor_core=512,
-      semaphores_per_vector_subcore=28,
-      semaphores_per_scalar_subcore=7041,
-    ),
-  ),
-  "v6e": _Family(
-    version=pltpu.ChipVersion.TPU_V6E,
-    device_kind="TPU v6 lite",
-    one_host=(2, 2),
-    limits=_Limits(
-      semaphores_per_tensor_core=512,
-      semaphores_per_vector_subcore=28,
-      semaphores_per_scalar_subcore=7051,
-    ),
-  ),
-  "tpu7x": _Family(
-    version=pltpu.ChipVersion.TPU_7X,
-    device_kind="TPU7x",
-    one_host=(2, 2, 1),
-    limits=_Limits(
-      semaphores_per_tensor_core=4096,
-      semaphores_per_vector_subcore=60,
-      semaphores_per_scalar_subcore=7051,
-    ),
-  ),
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Chip:
+class Chip(chip_facts.ChipFacts):
   """A slice of TPU chips of one generation, attached or not.
 
   Make one with `cm.chip`. Equal names give equal values. A *device* is a JAX
@@ -108,192 +32,6 @@ class Chip:
     generation: "v4", "v5e", "v5p", "v6e" or "tpu7x".
     topology: chips along each axis of the slice.
   """
-
-  generation: str
-  topology: tuple[int, ...]
-
-  def __post_init__(self):
-    if self.generation not in _FAMILIES:
-      raise errors.ChipError(_unknown_chip(self.generation))
-    one_host = _FAMILIES[self.generation].one_host
-    is_tuple = isinstance(self.topology, tuple) and _all_counts(self.topology)
-    if not is_tuple or len(self.topology) != len(one_host):
-      raise errors.ChipError(
-        f"topology of {self.generation} must be a tuple of {len(one_host)}"
-        f" positive numbers of chips, such as {one_host}; got"
-        f" {self.topology}."
-      )
-
-  # --- identity ---
-
-  @property
-  def name(self) -> str:
-    """The slice in one word, such as "v5p:2x2x1"."""
-    return f"{self.generation}:{_format(self.topology)}"
-
-  @property
-  def version(self) -> pltpu.ChipVersion:
-    """JAX's name of the generation."""
-    return _FAMILIES[self.generation].version
-
-  @property
-  def device_kind(self) -> str:
-    """What `jax.Device.device_kind` says on this chip."""
-    return _FAMILIES[self.generation].device_kind
-
-  @property
-  def info(self) -> pltpu.TpuInfo:
-    """JAX's table entry; its numbers are for one TensorCore."""
-    return _table(self.version)
-
-  # --- counts ---
-
-  @property
-  def num_chips(self) -> int:
-    """Chips in the slice."""
-    return math.prod(self.topology)
-
-  @property
-  def devices_per_chip(self) -> int:
-    """JAX devices a chip: 2 on tpu7x, else 1."""
-    cores = self.version.num_physical_tensor_cores_per_chip
-    return cores // self.tensor_cores_per_device
-
-  @property
-  def num_devices(self) -> int:
-    """JAX devices in the slice."""
-    return self.num_chips * self.devices_per_chip
-
-  @property
-  def tensor_cores_per_device(self) -> int:
-    """TensorCores a device: 2 on the megacore chips v4 and v5p, else 1."""
-    return self.info.num_cores
-
-  @property
-  def sparse_cores_per_device(self) -> int:
-    """SparseCores a device, 0 if the chip has none."""
-    return self._sparse_core("num_cores")
-
-  @property
-  def vector_subcores_per_sparse_core(self) -> int:
-    """Vector subcores (tiles) a SparseCore, 0 if the chip has none."""
-    return self._sparse_core("num_subcores")
-
-  @property
-  def lanes(self) -> int:
-    """Lanes of a TensorCore vector register, the last axis of a tile."""
-    return self.info.num_lanes
-
-  @property
-  def sublanes(self) -> int:
-    """32-bit sublanes of a TensorCore vector register."""
-    return self.info.num_sublanes
-
-  @property
-  def sparse_core_lanes(self) -> int:
-    """32-bit lanes of a vector-subcore register, 0 if there are none."""
-    return self._sparse_core("num_lanes")
-
-  @property
-  def mxus_per_tensor_core(self) -> int:
-    """Matrix units of a TensorCore."""
-    return self.info.num_mxus
-
-  @property
-  def mxu_columns(self) -> int:
-    """Columns (and rows) of a matrix unit."""
-    return self.info.mxu_column_size
-
-  # --- memories, bytes ---
-
-  @property
-  def hbm_bytes_per_device(self) -> int:
-    """HBM of a device, shared by all its cores."""
-    return self.info.hbm_capacity_bytes * self.tensor_cores_per_device
-
-  @property
-  def vmem_bytes_per_tensor_core(self) -> int:
-    """Vector memory of a TensorCore."""
-    return self.info.vmem_capacity_bytes
-
-  @property
-  def smem_bytes_per_tensor_core(self) -> int:
-    """Scalar memory of a TensorCore."""
-    return self.info.smem_capacity_bytes
-
-  @property
-  def vmem_bytes_per_vector_subcore(self) -> int:
-    """Private vector memory of a vector subcore, 0 if there are none."""
-    return self._sparse_core("vmem_capacity_bytes")
-
-  @property
-  def shared_vmem_bytes_per_sparse_core(self) -> int:
-    """Memory that VMEM of all vector subcores and VMEM_SHARED are parts of.
-
-    libtpu counts the VMEM of all subcores, of those that a mesh leaves out too.
-    """
-    return (
-      self.vmem_bytes_per_vector_subcore * self.vector_subcores_per_sparse_core
-    )
-
-  def smem_bytes_per_subcore(self, kind: Literal["vector", "scalar"]) -> int:
-    """Scalar memory of a subcore, 0 if it is not known; libtpu 0.0.50.1's."""
-    limits = _FAMILIES[self.generation].limits
-    if limits is None:
-      return 0
-    if kind == "scalar":
-      return 4 * limits.smem_words_per_scalar_subcore
-    return 4 * limits.smem_words_per_vector_subcore
-
-  def semaphores_per_core(
-    self, kind: Literal["tensor", "vector", "scalar"]
-  ) -> int:
-    """Semaphores of a TensorCore, or of a vector or scalar subcore.
-
-    0 if it is not known. libtpu 0.0.50.1's; some of them it needs itself.
-    """
-    limits = _FAMILIES[self.generation].limits
-    if limits is None:
-      return 0
-    return {
-      "tensor": limits.semaphores_per_tensor_core,
-      "vector": limits.semaphores_per_vector_subcore,
-      "scalar": limits.semaphores_per_scalar_subcore,
-    }[kind]
-
-  @property
-  def sparse_core_dma_granule_bytes(self) -> int:
-    """Smallest unit a SparseCore DMA moves, 0 if there are none."""
-    return self._sparse_core("dma_granule_size_bytes")
-
-  # --- peak rates ---
-
-  @property
-  def hbm_bytes_per_second_per_device(self) -> int:
-    """HBM bandwidth of a device, shared by all its cores."""
-    return self.info.mem_bw_bytes_per_second * self.tensor_cores_per_device
-
-  @property
-  def bf16_flops_per_second_per_tensor_core(self) -> int | None:
-    """Peak bfloat16 matmul rate of a TensorCore; a multiply-add is two."""
-    return self.info.bf16_ops_per_second or None
-
-  @property
-  def int8_ops_per_second_per_tensor_core(self) -> int | None:
-    """Peak int8 matmul rate of a TensorCore; None if it has none."""
-    return self.info.int8_ops_per_second or None
-
-  @property
-  def fp8_flops_per_second_per_tensor_core(self) -> int | None:
-    """Peak float8 matmul rate of a TensorCore; None if it has none."""
-    return self.info.fp8_ops_per_second or None
-
-  @property
-  def int4_ops_per_second_per_tensor_core(self) -> int | None:
-    """Peak int4 matmul rate of a TensorCore; None if it has none."""
-    return self.info.int4_ops_per_second or None
-
-  # --- meshes ---
 
   def device_mesh(
     self,
@@ -432,10 +170,6 @@ class Chip:
     with self._tracing_context():
       return plsc.ScalarSubcoreMesh(axis_name=axis_name, num_cores=count)
 
-  def _sparse_core(self, field: str) -> int:
-    sparse_core = self.info.sparse_core
-    return 0 if sparse_core is None else getattr(sparse_core, field)
-
   def _tracing_context(self):
     return _compat.empty_device_context(self.abstract_device(platform="cpu"))
 
@@ -520,15 +254,15 @@ def chip(name: str | None = None) -> Chip:
     )
   generation, colon, dims = name.strip().lower().partition(":")
   generation = {"7x": "tpu7x", "v7x": "tpu7x"}.get(generation, generation)
-  if generation not in _FAMILIES:
-    raise errors.ChipError(_unknown_chip(name))
-  one_host = _FAMILIES[generation].one_host
+  if generation not in generations.FAMILIES:
+    raise errors.ChipError(generations.unknown(name))
+  one_host = generations.FAMILIES[generation].one_host
   if not colon:
     return Chip(generation=generation, topology=one_host)
   if not re.fullmatch(r"\d+(x\d+)*", dims):
     raise errors.ChipError(
       f"The topology of {name!r} must be chips along each axis, such as"
-      f" {generation}:{_format(one_host)}; got {dims!r}."
+      f" {generation}:{generations.format_topology(one_host)}; got {dims!r}."
     )
   sizes = tuple(int(n) for n in dims.split("x"))
   missing = len(one_host) - len(sizes)
@@ -538,15 +272,10 @@ def chip(name: str | None = None) -> Chip:
 def chip_of_device_kind(device_kind: str) -> Chip | None:
   """A one-host slice of the chip a JAX device kind names, None if no TPU."""
   version = _compat.chip_version(device_kind)
-  for generation, family in _FAMILIES.items():
+  for generation, family in generations.FAMILIES.items():
     if version is not None and family.version == version:
       return Chip(generation=generation, topology=family.one_host)
   return None
-
-
-def generations() -> tuple[str, ...]:
-  """The generations `cm.chip` knows, oldest first."""
-  return tuple(_FAMILIES)
 
 
 def _attached_chip() -> Chip:
@@ -555,29 +284,11 @@ def _attached_chip() -> Chip:
   if one_host is None:
     raise errors.ChipError(
       f"The attached TPU is a {devices[0].device_kind!r}, which coremesh does"
-      f" not know; it knows {', '.join(_FAMILIES)}."
+      f" not know; it knows {', '.join(generations.FAMILIES)}."
     )
   coords = [d.coords for d in devices]
   box = tuple(len({c[i] for c in coords}) for i in range(len(coords[0])))
   return dataclasses.replace(one_host, topology=box[: len(one_host.topology)])
-
-
-@functools.cache
-def _table(version: pltpu.ChipVersion) -> pltpu.TpuInfo:
-  num_cores = 2 if version.supports_megacore else 1
-  return pltpu.get_tpu_info_for_chip(version, num_cores)
-
-
-def _format(sizes: Sequence[int]) -> str:
-  return "x".join(str(n) for n in sizes)
-
-
-def _unknown_chip(name: str) -> str:
-  known = ", ".join(f"{g}:{_format(f.one_host)}" for g, f in _FAMILIES.items())
-  asked = name.strip().lower().partition(":")[0]
-  close = difflib.get_close_matches(asked, _FAMILIES, n=1)
-  hint = f" Did you mean {close[0]!r}?" if close else ""
-  return f"There is no chip {name!r}; coremesh knows {known}.{hint}"
 
 
 def _check_count(
@@ -615,14 +326,10 @@ def _check_mesh_shape(
       )
     return (count,)
   sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-  fits = len(sizes) == len(names) and _all_counts(sizes)
+  fits = len(sizes) == len(names) and chip_facts.all_counts(sizes)
   if not fits or math.prod(sizes) != count:
     raise errors.ChipError(
       f"shape must have one size for each axis of {names} and hold the"
       f" {count} devices of {name}; got {shape}."
     )
   return sizes
-
-
-def _all_counts(values: Sequence[Any]) -> bool:
-  return all(type(n) is int and n > 0 for n in values)

@@ -10,7 +10,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-from coremesh import _compat, chips, errors, topology
+from coremesh import _compat, chips, errors, generations, topology
 from coremesh.simulate import repeat
 from coremesh.simulate.params import SimulatorParams
 from coremesh.simulate.session import Simulation
@@ -86,7 +86,7 @@ def find(interpret: Any) -> Place:
     if chip is None:
       raise errors.ChipError(
         f"coremesh does not know the device kind {device.device_kind!r}; it"
-        f" knows {', '.join(chips.generations())}."
+        f" knows {', '.join(generations.names())}."
       )
   elif device.platform != "cpu":
     raise errors.UnsupportedError(

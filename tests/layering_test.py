@@ -8,7 +8,10 @@ import pytest
 
 import coremesh
 
-_FACTS = ("errors", "_compat", "topology", "tiles", "chips", "spec")
+_FACTS = (
+  *("errors", "_compat", "topology", "tiles"),
+  *("generations", "chip_facts", "chips", "spec"),
+)
 _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.

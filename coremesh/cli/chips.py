@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coremesh import chips as known_chips
+from coremesh import generations
 
 _ROWS: dict[str, Callable[[known_chips.Chip], Any]] = {
   "devices": lambda c: c.num_devices,
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
   """Prints the table."""
-  names = arguments.names or known_chips.generations()
+  names = arguments.names or generations.names()
   chips = [known_chips.chip(name) for name in names]
   table = Table("", *(chip.name for chip in chips))
   for label, value in _ROWS.items():

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coremesh import chips, errors
+from coremesh import chips, errors, generations
 from coremesh._compat import aot
 from coremesh.cli import progress, targets
 from coremesh.compiler.ledger import Ledger
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
   """Prints a row for each program and chip."""
-  names = arguments.chips.split(",") if arguments.chips else chips.generations()
+  names = arguments.chips.split(",") if arguments.chips else generations.names()
   asked = [chips.chip(name.strip()) for name in names]
   with targets.working_folder():
     wanted = arguments.targets or targets.everything()
