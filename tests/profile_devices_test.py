@@ -28,6 +28,22 @@ from tests import profiling
 _V5P, _V6E = cm.chip("v5p:2x2x1"), cm.chip("v6e:2x2")
 
 
+# As XLA writes what both cores of a device multiply by: one starts the copy.
+_TO_BOTH = """
+= control target key start
+= control target key end
+
+     0   :  { %s1_s0 = inlined_call_operand.hbm [shape: f32[64,128], index: 0, kind: input, shape index: {}] /* operand 0 */ }
+   0x1   :  { %s2_s1 = sld [smem:[#allocation8]] /* megacore core id :: core id */  ;;  %s3_s2 = scalar_lea.sflag [#allocation3], 0 }
+   0x2   :  { %s4_s3 = sor.u32 24576, %s3_s2  ;;  %p5_p0 = scmp.eq.s32.totalorder %s2_s1, 0 }
+   0x3   :  { %s6_s4 = sshll.u32 %s4_s3, 16 }
+   0x4   :  { %s7_s5 = sor.u32 %s6_s4, %s3_s2 }
+   0x5   :  { %8 = dma.hbm_to_vmem [thread:$0]  (%p5_p0), /*hbm=*/%s1_s0, /*size_in_granules=*/1024, /*vmem=*/[#allocation2], /*dst_syncflagno=*/%s7_s5 }
+   0x6   :  { %9 = dma.done.wait %s3_s2, 1024 }
+   0x7   :  { %10 = vsyncadd %s3_s2, 4294966272 }
+"""  # noqa: E501
+
+
 def _cast(text: str, chip: cm.Chip, num_devices: int) -> devices.Cast:
   rate = rates.rates(chip)
   code = translate.Code(
@@ -220,6 +236,24 @@ def test_receivers_are_decoded_as_libtpu_encodes_them():
   assert not addresses.is_remote(0)
   found = addresses.of_copy(overrides, 1 << 14 | 1 << 13 | 9, "vmem", "hbm")
   assert found[:3] == (5, 1, 9)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_copy_into_both_cores_is_read_once_and_waited_for_by_both(
+  num_devices,
+):
+  cast = _cast(_TO_BOTH, _V5P, num_devices)
+  links = interconnect.links(_V5P, rates.rates(_V5P), "central")
+  hbm = rates.rates(_V5P).hbm("central")
+  first, second = dma.timings(cast.traces, hbm, links=links)
+  assert (first.read_bytes, second.read_bytes) == (1024 * 32, 0)
+  assert not first.left_over and not second.left_over
+  copied = 1024 * 32 / hbm.bytes_per_cycle + hbm.latency_cycles
+  # Each bundle is a cycle; of the copy's own times fractions are rounded.
+  assert first.waiting_cycles == pytest.approx(copied - 1, abs=0.1)
+  assert second.cycles - first.cycles == pytest.approx(
+    links.core_cycles, abs=0.1
+  )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ HloModule jit_f
   %i.2 = s32[]{{:T(128)}} get-tuple-element(%s.2), index=0
   %x.2 = f32[8]{{0:T(128)}} get-tuple-element(%s.2), index=1
   %next.1 = s32[]{{:T(128)}} add({added})
+  %moved.2 = s32[]{{:T(128)S(6)}} copy(%i.2)
   %neg.1 = f32[8]{{0:T(128)}} negate(%x.2)
   ROOT %t.1 = (s32[]{{:T(128)}}, f32[8]{{0:T(128)}}) tuple(%next.1, %neg.1)
 }}
@@ -57,6 +58,11 @@ def test_a_counter_from_constant_to_constant_says_how_often():
 def test_steps_that_do_not_reach_the_end_evenly_are_counted():
   assert _counts(step=4)["neg.1"] == 3  # 1, 5, 9
   assert _counts(step=4, added="%step.1, %i.2")["neg.1"] == 3
+
+
+def test_a_counter_that_is_copied_before_it_grows_is_counted():
+  """As in the loop of `jax.lax.scan`."""
+  assert _counts(added="%moved.2, %step.1")["neg.1"] == 9
 
 
 def test_what_xla_itself_says_comes_first():

@@ -6,6 +6,8 @@ machine code of signals and copies whose receiver is known:
     signal    chip << 17 | 1 << 15 | core << 14 | semaphore
     copy      overrides: 1 << 27 | core << 26 | 1 << 14 | chip
     semaphore of a copy's receiver: the low 13 bits
+    semaphores of a copy into the VMEM of both cores, which one starts:
+              3 << 29 | semaphore of the other << 16 | semaphore
     semaphore of a subcore, in a copy of shared memory:
               7 << 10 | subcore << 6 | semaphore
 """
@@ -24,6 +26,8 @@ _COPY_CORE = 26
 _COPY_IS_REMOTE = 14
 _CHIP_MASK = (1 << 14) - 1
 FLAG_MASK = (1 << 13) - 1
+_FLAG_OF_OTHER = 16
+_IS_FOR_BOTH = 3 << 29
 _MEMBER = 6
 _MEMBER_MASK = 15
 MEMBER_FLAG_MASK = 63
@@ -54,6 +58,25 @@ def of_copy(overrides: int, flag: int, source: str, place: str) -> Target:
     flag=flag & FLAG_MASK,
     source=source,
     place=place,
+  )
+
+
+def of_copy_to_both(flag: int, *, core: int, device: int) -> Target | None:
+  """The other core that gets a copy from HBM too; None if none does.
+
+  Args:
+    flag: the semaphores of the copy.
+    core: the one that starts it.
+    device: what the hardware calls its device.
+  """
+  if flag & _IS_FOR_BOTH != _IS_FOR_BOTH:
+    return None
+  return Target(
+    device=device,
+    core=1 - core,
+    flag=flag >> _FLAG_OF_OTHER & FLAG_MASK,
+    source="hbm",
+    place="vmem",
   )
 
 

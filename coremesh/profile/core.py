@@ -192,6 +192,8 @@ class Core:
       return
     num_bytes = event.amount * event.unit_bytes
     self.tally["local" if to.way == "core" else "send"] += num_bytes
+    if to.source == "hbm":
+      self.tally["read"] += num_bytes
     left, arrived = self._servers.send(self.trace.device, to, now, num_bytes)
     if event.flag >= 0:
       self._come(event.flag, left, event.amount)

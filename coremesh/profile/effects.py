@@ -75,6 +75,9 @@ class Effects:
     self.assumed: dict[str, None] = {}
     self.lines: dict[int, str] = {}
     self.sends = False
+    # What the hardware calls the device.
+    numbers = code.identity.table or range(code.num_devices)
+    self._number = numbers[self.device]
     self._bundles = code.program.bundles
     self._delay_slots = code.delay_slots
     self._data = operands
@@ -175,6 +178,14 @@ class Effects:
       size = 0
     if place == "smem":
       self._fill(source, start, end, size * _WORDS_PER_GRANULE)
+    if isinstance(flag, int) and (source, place) == ("hbm", "vmem"):
+      other = addresses.of_copy_to_both(
+        flag, core=self.core, device=self._number
+      )
+      if other is not None:
+        own = flag & addresses.FLAG_MASK
+        self._event(cycle, "send", bundle, own, size, other)
+        return
     kind = "read" if source == "hbm" else "write" if place == "hbm" else "local"
     self._event(cycle, kind, bundle, flag, size)
 

@@ -107,7 +107,7 @@ def _trips(
     return None
   if "direction=LT" not in compare.text or len(compare.operands) != 2:
     return None
-  place = _index(condition.get(compare.operands[0]))
+  place = _index(compare.operands[0], condition)
   if place is None:
     return None
   end = _number(compare.operands[1], condition)
@@ -118,12 +118,13 @@ def _trips(
   return max(0, -(-(end - start) // step))
 
 
-def _index(instruction: _Instruction | None) -> int | None:
-  """Which element of the state of a loop an instruction takes."""
-  if instruction is None or instruction.opcode != "get-tuple-element":
-    return None
-  match = _INDEX.search(instruction.text)
-  return int(match[1]) if match else None
+def _index(name: str, computation: _Computation) -> int | None:
+  """Which element of the state of a loop a value is, through copies of it."""
+  for instruction in _sources(name, computation):
+    if instruction.opcode == "get-tuple-element":
+      match = _INDEX.search(instruction.text)
+      return int(match[1]) if match else None
+  return None
 
 
 def _root(computation: _Computation) -> _Instruction | None:
@@ -164,6 +165,6 @@ def _step(body: _Computation, place: int) -> int | None:
     if grown.opcode != "add" or len(grown.operands) != 2:
       continue
     for before, step in (grown.operands, grown.operands[::-1]):
-      if _index(body.get(before)) == place:
+      if _index(before, body) == place:
         return _number(step, body)
   return None
