@@ -9,6 +9,7 @@ from jax.experimental import checkify, io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -169,3 +170,17 @@ def test_block_dimensions_of_other_kinds_are_named():
     call = pl.pallas_call(_copy, _TYPE, grid=(1,), in_specs=[spec])
     jax.jit(call).lower(_X)
   assert "Copy other blocks yourself" in str(caught.value)
+
+
+def test_a_form_of_an_operation_that_is_lacking_is_named():
+  numbers = lax.GatherDimensionNumbers(
+    offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)
+  )
+  rows = lambda v: lax.gather(
+    v, jnp.zeros((8, 1), np.int32), numbers, (1, 128), mode="one_hot"
+  )
+  refused = pytest.raises(cm.UnsupportedError, match="this form of 'gather'")
+  with refused as caught, cm.simulation():
+    jax.jit(_kernel(rows)).lower(_X)
+  assert "at simulate_unsupported_test.py:" in str(caught.value)
+  assert "in mode GatherScatterMode.ONE_HOT" in str(caught.value)

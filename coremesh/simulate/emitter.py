@@ -300,7 +300,10 @@ class Emitter(Source):
       unsupported.check(eqn, name, self._line)
       function = fallback.by_jax(eqn)
     else:
-      function = rule(eqn.params, in_types, out_types)
+      try:
+        function = rule(eqn.params, in_types, out_types)
+      except NotImplementedError as lacking:
+        raise unsupported.form(name, self._line, lacking) from None
     operands = self.atoms(eqn.invars)
     if eqn.primitive.multiple_results:
       call = self.call(function, operands)

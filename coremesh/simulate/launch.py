@@ -14,12 +14,12 @@ from coremesh._compat import kernel_ir
 from coremesh.simulate import (
   execution,
   findings,
+  kernel_run,
   kernel_timeline,
   machine,
   program,
   rates,
   recorder,
-  session,
   synchronisation,
 )
 
@@ -142,7 +142,7 @@ class Launch:
       pass  # All it holds is among the machine's findings.
     if params.session is not None:
       params.session.add(
-        session.KernelRun(
+        kernel_run.KernelRun(
           kernel=self._kernel.name,
           devices=run.devices,
           num_workers=len(mach.workers),

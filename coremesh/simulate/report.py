@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coremesh.simulate import kernel_timeline, rates
+from coremesh.simulate.kernel_run import KernelRun
 
 _WIDTH = 100
 _MAX_LINKS = 16
@@ -25,10 +26,10 @@ class Report:
   """The report of a simulation: `print(run.report)`.
 
   Attributes:
-    runs: the `KernelRun`s it is about.
+    runs: those it is about.
   """
 
-  runs: tuple[Any, ...]
+  runs: tuple[KernelRun, ...]
 
   def __str__(self) -> str:
     console = Console(
@@ -283,7 +284,7 @@ def _duration(seconds: float) -> str:
 # --- values ------------------------------------------------------------------
 
 
-def _run_as_dict(run: Any) -> dict[str, Any]:
+def _run_as_dict(run: KernelRun) -> dict[str, Any]:
   return {
     "kernel": run.kernel,
     "devices": list(run.devices),

@@ -72,6 +72,17 @@ def check(eqn: Any, name: str, place: str) -> None:
     raise error(name, place)
 
 
+def form(
+  name: str, place: str, lacking: NotImplementedError
+) -> errors.UnsupportedError:
+  """What to raise for a form of an operation that its rule lacks."""
+  return errors.UnsupportedError(
+    f"coremesh's simulator does not know this form of {name!r}, at {place}:"
+    f" {str(lacking).rstrip('.')}. Compute it another way, or outside"
+    " the kernel."
+  )
+
+
 def error(name: str, place: str) -> errors.UnsupportedError:
   """What to raise for an operation, by its qualified name and line."""
   return errors.UnsupportedError(
