@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh.simulate import schedule
+from coremesh.simulate import memories, schedule
 from tests import simulating, support
 
 _X = np.arange(32 * 128, dtype=np.float32).reshape(32, 128)
@@ -231,6 +231,51 @@ def test_a_subcore_that_spins_on_a_gather_is_named(monkeypatch):
   )
   text = simulating.caught(made, "endless", x, seeds=[0])
   assert "subcore 0 polls by load_gather of 'flags' at" in text
+
+
+@pytest.mark.parametrize("way", ["copies", "stores"])
+def test_a_worker_that_looks_again_and_again_is_named(monkeypatch, way):
+  monkeypatch.setattr(schedule, "_MAX_IDLE", 100)  # To be told of it soon.
+  monkeypatch.setattr(memories, "_FEW_POLLS", 100)
+
+  def body(x_hbm, o_hbm, mine, seen):
+    def look(count):
+      if way == "copies":
+        pltpu.sync_copy(x_hbm.at[pl.ds(0, 8)], mine)
+      else:
+        seen[0] = 0
+        count = seen[0]
+      return mine[0, 0].astype(jnp.int32) * 0 + count
+
+    mine[...] = jnp.zeros((8, 128), jnp.float32)
+    jax.lax.while_loop(lambda count: count == 0, look, jnp.int32(0))
+    pltpu.sync_copy(mine, o_hbm)
+
+  made = _on_tensor_cores(body, pltpu.SMEM((1,), np.int32), cores=1)
+  text = simulating.caught(made, "endless", _X, seeds=[0])
+  assert "1 of 1 workers only poll" in text
+
+
+def test_a_loop_whose_copies_change_what_it_looks_at_is_not_endless(
+  monkeypatch,
+):
+  monkeypatch.setattr(schedule, "_MAX_IDLE", 5)
+  monkeypatch.setattr(memories, "_FEW_POLLS", 5)
+
+  def body(x_hbm, o_hbm, mine, count):
+    count[0] = 0
+
+    def look(_):
+      count[0] = count[0] + 1
+      return count[0]
+
+    jax.lax.while_loop(lambda n: n < 200, look, jnp.int32(0))
+    pltpu.sync_copy(x_hbm.at[pl.ds(0, 8)], mine)
+    pltpu.sync_copy(mine, o_hbm)
+
+  made = _on_tensor_cores(body, pltpu.SMEM((1,), np.int32), cores=1)
+  (y,) = made.run(_X)
+  np.testing.assert_array_equal(y, _X[:8])
 
 
 def test_a_long_loop_over_loads_is_not_endless():

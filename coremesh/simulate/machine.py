@@ -4,6 +4,7 @@ It is made in layers, each a class on the one below: what it holds (`state`),
 memory (`memories`), semaphores (`signals`), and here DMAs.
 """
 
+import functools
 from typing import Any
 
 from coremesh.simulate import clocks, signals, unwritten, views
@@ -70,7 +71,6 @@ class Machine(signals.Signals):
     if transfer.dst.is_input:
       self._report_input(transfer.dst, transfer, transfer.site)
     self.pending.pop(transfer, None)
-    self.changes += 1
     transfer.is_done = True
     if self.races:
       transfer.event += 1
@@ -82,7 +82,9 @@ class Machine(signals.Signals):
         transfer, transfer.dst, transfer.dst_steps, transfer.data
       )
     self._note_written(transfer)
-    write(transfer)
+    self.changes += self.changed_by(
+      functools.partial(write, transfer), transfer.dst, transfer.dst_steps
+    )
     self._count(transfer.src, transfer.dst, transfer.num_bytes)
     if transfer.dst_sem is not None:
       self._arrive(transfer, transfer.dst_sem)

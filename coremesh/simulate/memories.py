@@ -1,12 +1,16 @@
 """Instructions on memory: scopes, loads and stores, and who races with whom."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any
 
 import numpy as np
 
 from coremesh.simulate import clocks, memory, state, unwritten, views
 from coremesh.simulate.worker import Site, Worker
+
+# Polls before it matters to those that poll whether a write changes anything.
+_FEW_POLLS = 1000
 
 
 class Memories(state.State):
@@ -210,8 +214,26 @@ class Memories(state.State):
       self._note(buffer, steps, number, worker.clock, value)
     if buffer.unwritten is not None:
       unwritten.wrote(buffer, steps)
-    views.write(buffer.data, steps, value)
-    self.changes += 1
+    write = functools.partial(views.write, buffer.data, steps, value)
+    self.changes += self.changed_by(write, buffer, steps)
+
+  def changed_by(
+    self,
+    write: Callable[[], None],
+    buffer: memory.Buffer,
+    steps: Sequence[views.Step],
+  ) -> bool:
+    """Writes a part of a buffer: whether what it holds is another.
+
+    Which is taken for granted until workers have polled for a while.
+    """
+    if self.polls < _FEW_POLLS:
+      write()
+      return True
+    old = np.array(views.read(buffer.data, steps))
+    write()
+    new = np.array(views.read(buffer.data, steps))
+    return old.tobytes() != new.tobytes()
 
   def fetch_and_add(
     self,

@@ -42,7 +42,7 @@ class Signals(memories.Memories):
 
   def _raise(self, semaphore, amount, clock, by) -> None:
     semaphore.count += amount
-    self.changes += 1
+    self._changed(semaphore)
     if amount > 0:
       semaphore.signals.append((amount, clock, by))
     worker = semaphore.waiter
@@ -50,6 +50,10 @@ class Signals(memories.Memories):
       semaphore.waiter = None
       worker.blocked_on = None
       self.ready.append(worker)
+
+  def _changed(self, semaphore: memory.Semaphore) -> None:
+    """Counts a change of a count; of a copy's, what it writes is the change."""
+    self.changes += not semaphore.bank.family.counts_bytes
 
   def take(
     self,
@@ -71,7 +75,7 @@ class Signals(memories.Memories):
       self._learn(worker, semaphore, amount)
     if decrement:
       semaphore.count -= amount
-      self.changes += 1
+      self._changed(semaphore)
       if semaphore.count == 0 and not semaphore.arrivals:
         semaphore.signals = []
       elif len(semaphore.signals) > _MAX_SIGNALS:
@@ -126,7 +130,8 @@ class Signals(memories.Memories):
     return np.int32(semaphore.count)
 
   def block(self, worker: Worker, on: Any, need: int, site: Site) -> None:
-    self.changes += 1
+    if not isinstance(on, memory.Semaphore):
+      self.changes += 1
     worker.blocked_on, worker.need, worker.blocked_at = on, need, site
     if isinstance(on, memory.Semaphore):
       if on.waiter is not None:
