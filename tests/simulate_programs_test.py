@@ -46,11 +46,14 @@ def _first(x):
 
 
 def _moved(x, y):
-  """A slice of x from a computed place, written to another one of y."""
+  """A slice of x from a computed place, written to another one of y.
+
+  A place beyond the end is moved back to where the slice fits.
+  """
   size = (max(1, x.shape[0] // 2), *x.shape[1:])
   zeros = (0,) * (x.ndim - 1)
-  part = lax.dynamic_slice(x, (_first(y), *zeros), size)
-  return lax.dynamic_update_slice(y, part, (_first(x), *zeros))
+  part = lax.dynamic_slice(x, (2 * _first(y), *zeros), size)
+  return lax.dynamic_update_slice(y, part, (2 * _first(x), *zeros))
 
 
 def _while(x, y):
