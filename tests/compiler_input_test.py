@@ -1,5 +1,7 @@
 """What `cm.compile` is given or finds that is not as it must be."""
 
+import functools
+
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -31,6 +33,34 @@ def test_an_argument_that_is_no_array_is_refused(entry):
     cm.DTypeError, match="must be arrays, numbers or.*got str"
   ):
     entry(lambda x: x, "text", chip="v6e:2x2")
+
+
+@every_entry
+def test_what_jax_has_compiled_is_refused(entry):
+  compiled = jax.jit(lambda x: x).lower(jnp.zeros(8)).compile()
+  with pytest.raises(cm.UnsupportedError, match="got one that JAX has compile"):
+    entry(compiled, jnp.zeros(8), chip="v6e:2x2")
+
+
+@pytest.mark.parametrize("number", [2.5, jnp.asarray(2.5)], ids=type)
+def test_a_number_has_the_type_it_has_in_a_call(number):
+  """As bfloat16 times a number of Python's is bfloat16."""
+  x = jnp.ones((8, 128), jnp.bfloat16)
+  fn = jax.jit(lambda x, n: x * n)
+  result = cm.compile(fn, x, number, chip="v6e:2x2").text("hlo")
+  assert fn(x, number).dtype == jnp.bfloat16
+  assert "->bf16[8,128]" in result
+
+
+def test_a_number_may_be_a_static_argument():
+  @functools.partial(jax.jit, static_argnums=1)
+  def repeated(x, times):
+    for _ in range(times):
+      x = jnp.sin(x)
+    return x
+
+  text = cm.compile(repeated, _X, 3, chip="v6e:2x2").text("stablehlo")
+  assert text.count("stablehlo.sine") == 3
 
 
 @every_entry

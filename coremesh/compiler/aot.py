@@ -66,7 +66,9 @@ def compile(  # pylint: disable=redefined-builtin
     fn: a function, jitted or not, for one device of `chip`; or one over a
       compile-only mesh: `jax.shard_map(..., mesh=chip.device_mesh(...,
       on="compiler"))`.
-    *args: arrays, or `jax.ShapeDtypeStruct` in their place.
+    *args: arrays, numbers, or `jax.ShapeDtypeStruct` in their place. Numbers
+      may be static arguments of `jax.jit`; what else is static goes into `fn`
+      by functools.partial.
     chip: the slice, such as "v5p:2x2x1"; not needed for a compile-only mesh.
     flags: of libtpu, such as {"xla_tpu_scoped_vmem_limit_kib": 32768}. Each
       set of flags takes a worker of its own.
@@ -173,6 +175,12 @@ def _jitted(fn: Any) -> Any:
       f"fn must be a function, jitted or not; got {type(fn).__name__}. Pass the"
       " function itself, and its arguments after it: cm.compile(fn, x)."
     )
+  if isinstance(fn, jax.stages.Compiled):
+    raise errors.UnsupportedError(
+      "fn must be a function, jitted or not; got one that JAX has compiled."
+      " Pass what was lowered: cm.compile(fn, x), not"
+      " cm.compile(fn.lower(x).compile(), x)."
+    )
   return fn if hasattr(fn, "trace") else jax.jit(fn)
 
 
@@ -278,7 +286,8 @@ def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
 
 
 def _shape_of(leaf: Any) -> Any:
-  if isinstance(leaf, jax.ShapeDtypeStruct):
+  """The type of an array; Python's numbers stay, as JAX has types for them."""
+  if isinstance(leaf, jax.ShapeDtypeStruct | bool | int | float | complex):
     return leaf
   try:
     dtype = jax.numpy.result_type(leaf)
@@ -287,7 +296,9 @@ def _shape_of(leaf: Any) -> Any:
       "The arguments of fn must be arrays, numbers or jax.ShapeDtypeStruct; got"
       f" {type(leaf).__name__}. Pass what is none by functools.partial."
     ) from error
-  return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype)
+  return jax.ShapeDtypeStruct(
+    jax.numpy.shape(leaf), dtype, weak_type=getattr(leaf, "weak_type", False)
+  )
 
 
 def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
