@@ -39,6 +39,15 @@ def test_a_request_that_cannot_be_met_says_why_and_exits_with_2(
   assert reason in err
 
 
+@pytest.mark.parametrize("command", [None, *main.COMMANDS])
+def test_every_command_says_how_it_is_used(command, capsys):
+  with pytest.raises(SystemExit, match="0"):
+    main.main([*([command] if command else []), "--help"])
+  printed = capsys.readouterr().out
+  assert printed.startswith(f"usage: coremesh {command or '[-h]'}")
+  assert "options:" in printed
+
+
 def test_an_unknown_command_is_refused(capsys):
   with pytest.raises(SystemExit, match="2"):
     main.main(["fly"])

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     type=float,
     metavar="PERCENT",
     help="how much more is not worse yet; default 0 with the versions of the"
-    f" golden, else {compare.DEFAULT_TOLERANCE:.0%}",
+    f" golden, else {compare.DEFAULT_TOLERANCE * 100:g}",
   )
   parser.add_argument(
     "--config",

@@ -16,7 +16,7 @@ from coremesh.cli import (
   simulate,
 )
 
-_COMMANDS = {
+COMMANDS = {
   "chips": chips,
   "plan": plan,
   "simulate": simulate,
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   commands = parser.add_subparsers(
     dest="command", required=True, metavar="COMMAND"
   )
-  for name, module in _COMMANDS.items():
+  for name, module in COMMANDS.items():
     summary = (module.__doc__ or "").splitlines()[0]
     command = commands.add_parser(name, help=summary, description=summary)
     module.add_arguments(command)
