@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from coremesh import errors
+
 _MARK = b"coremesh"
+_MARK_BYTES = len(_MARK) + 8  # The number follows.
 _MAX_KEPT = 4096  # Of kernels that never come, the oldest go.
 
 
@@ -44,21 +47,41 @@ _ARRAYS = Store()
 
 
 def kept(values: Mapping[tuple[int, ...], np.ndarray]) -> np.ndarray:
-  """One array for those of the cores, each [shape] of one dtype."""
+  """One array for those of the cores, each [shape] of one dtype.
+
+  Raises:
+    UnsupportedError: they differ and are too small to hold the mark.
+  """
   first, *others = values.values()
   raw = bytearray(first.tobytes())
-  is_one = all(bytes(raw) == other.tobytes() for other in others)
-  if is_one or len(raw) < 16:
+  if all(bytes(raw) == other.tobytes() for other in others):
     return first
-  raw[:16] = _MARK + _ARRAYS.add(dict(values)).to_bytes(8, "little")
+  if len(raw) < _MARK_BYTES:
+    raise errors.UnsupportedError(
+      f"An array that outlives a kernel holds {len(raw)} bytes on each core,"
+      f" which differ. The simulator keeps those of at least {_MARK_BYTES}"
+      " bytes apart: make it larger, or write it to HBM."
+    )
+  raw[:_MARK_BYTES] = _MARK + _ARRAYS.add(dict(values)).to_bytes(8, "little")
   return np.frombuffer(bytes(raw), first.dtype).reshape(first.shape)
 
 
 def find(given: np.ndarray) -> Mapping[tuple[int, ...], np.ndarray] | None:
-  """The arrays of the cores that one array stands for, None for itself."""
-  if given.nbytes < 16:
+  """The arrays of the cores that one array stands for, None for itself.
+
+  Raises:
+    UnsupportedError: they are not kept any more.
+  """
+  if given.nbytes < _MARK_BYTES:
     return None
-  raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8)[:16].tobytes()
-  if raw[:8] != _MARK:
+  raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8)[:_MARK_BYTES]
+  mark, number = raw[:8].tobytes(), raw[8:].tobytes()
+  if mark != _MARK:
     return None
-  return _ARRAYS.find(int.from_bytes(raw[8:], "little"))
+  values = _ARRAYS.find(int.from_bytes(number, "little"))
+  if values is None:
+    raise errors.UnsupportedError(
+      "An array that outlived a kernel is used after the simulator has let go"
+      f" of it: it keeps the last {_MAX_KEPT}. Use it sooner."
+    )
+  return values
