@@ -312,6 +312,47 @@ def test_a_comparison_shows_what_differs_and_where(explained):
   assert {d["unit"] for d in data["differences"]} >= {"µs", "cycles", "bytes"}
 
 
+def test_other_times_of_the_same_code_are_those_of_another_model(explained):
+  kept = explained.as_dict()
+  kept["versions"]["coremesh"] = "0.0.1"
+  slower = _slower(kept, "double", 4)
+  found = explained.compare(slower)
+  assert found.of_model == ("double",)
+  text = str(found)
+  assert "double (same machine code: coremesh's model changed)" in text
+  assert "matmul (same" not in text
+  assert "coremesh 0.0.1" in text
+  assert found.as_dict()["of_model"] == ["double"]
+
+
+def _other_code(record):
+  for operation in record["operations"]:
+    operation["code_digest"] = "another"
+
+
+def _older(record):
+  del record["arguments_digest"]
+  for operation in record["operations"]:
+    del operation["code_digest"]
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    _other_code,
+    _older,
+    lambda record: record.update(chip="v5p:2x2x2"),
+    lambda record: record.update(arguments_digest="another"),
+  ],
+)
+def test_other_times_of_another_call_may_be_the_kernels_own(explained, change):
+  before = _slower(explained.as_dict(), "double", 4)
+  change(before)
+  found = explained.compare(before)
+  assert found.of_model == ()
+  assert "model changed" not in str(found)
+
+
 def test_kernels_are_matched_by_name_and_the_rest_stands_alone(explained):
   kept = explained.as_dict()
   for operation in kept["operations"]:

@@ -1,6 +1,6 @@
 """Two explanations side by side: kernels, chips or versions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -11,6 +11,7 @@ from coremesh.explanation import page, record, words
 
 FORMAT = "coremesh comparison"
 VERSION = 1
+_TIMES = ("µs", "cycles")
 
 type Record = Mapping[str, Any]
 type Value = float | str | None
@@ -56,11 +57,14 @@ class Comparison:
     before: name, chip and versions of one.
     after: of the other.
     differences: of the programs, then of each kernel.
+    of_model: the kernels whose machine code and arguments are the same, and
+      whose times are not: coremesh's model changed, and not the kernel.
   """
 
   before: Mapping[str, Any]
   after: Mapping[str, Any]
   differences: tuple[Difference, ...]
+  of_model: tuple[str, ...] = ()
 
   def as_dict(self) -> dict[str, Any]:
     """All of it as lists, dicts, numbers and strings, for JSON."""
@@ -72,6 +76,7 @@ class Comparison:
       "differences": [
         dataclasses.asdict(d) | {"ratio": d.ratio} for d in self.differences
       ],
+      "of_model": list(self.of_model),
     }
 
   def __rich_console__(
@@ -96,12 +101,18 @@ def compare(before: Record, after: Record) -> Comparison:
   before = record.checked(before, "before")
   after = record.checked(after, "after")
   rows = [*_program(before, after)]
+  of_model = []
+  is_same_call = _is_same_call(before, after)
   for name, one, other in _matched(_kernels(before), _kernels(after)):
-    rows += _kernel(name, one, other)
+    found = [*_kernel(name, one, other)]
+    rows += found
+    if is_same_call and _is_of_model(one, other, found):
+      of_model.append(name)
   return Comparison(
     before={key: before[key] for key in ("name", "chip", "versions")},
     after={key: after[key] for key in ("name", "chip", "versions")},
     differences=tuple(rows),
+    of_model=tuple(of_model),
   )
 
 
@@ -196,6 +207,27 @@ def _kernel(
     )
 
 
+def _is_same_call(before: Record, after: Record) -> bool:
+  """Whether equal code takes equal time; not known of older records."""
+  keys = ("chip", "arguments_digest")
+  return "arguments_digest" in before and all(
+    before[key] == after.get(key) for key in keys
+  )
+
+
+def _is_of_model(
+  before: _Kernel | None, after: _Kernel | None, found: Sequence[Difference]
+) -> bool:
+  """Whether equal machine code takes another time."""
+  codes = [
+    k and k.operation and k.operation.get("code_digest")
+    for k in (before, after)
+  ]
+  is_same_code = codes[0] is not None and codes[0] == codes[1]
+  times = [d for d in found if d.unit in _TIMES]
+  return is_same_code and any(d.before != d.after for d in times)
+
+
 def _quantities(kernel: _Kernel | None) -> dict[tuple[str, str], Value]:
   """Numbers and words of a kernel, by quantity and unit."""
   found: dict[tuple[str, str], Value] = {}
@@ -220,6 +252,7 @@ def _times(operation: Record) -> dict[tuple[str, str], Value]:
     ("time, high", "µs"): operation["microseconds"]["high"],
     ("cycles, central", "cycles"): operation["cycles"]["central"],
     ("limited by", ""): operation["limit"],
+    ("machine code, digest", ""): operation.get("code_digest"),
   }
   if (roofline := operation["roofline"]) is not None:
     found["floor by its roof", "µs"] = roofline["floor_microseconds"]
@@ -253,6 +286,9 @@ def _parts(found: Comparison) -> Iterator[RenderableType]:
   yield made
   for kernel in dict.fromkeys(d.kernel for d in found.differences):
     title = f"kernel {kernel}" if kernel else "the whole program"
+    is_of_model = kernel in found.of_model
+    if is_of_model:
+      title += " (same machine code: coremesh's model changed)"
     table = page.table(title, "", "before", "after", "difference")
     for one in found.differences:
       if one.kernel == kernel and (one.before or one.after):
@@ -260,7 +296,7 @@ def _parts(found: Comparison) -> Iterator[RenderableType]:
           one.quantity,
           _text(one.before, one.unit),
           _text(one.after, one.unit),
-          _change(one),
+          _change(one, is_of_model),
           style="dim" if one.before == one.after else "",
         )
     yield table
@@ -281,7 +317,7 @@ def _text(value: Value, unit: str) -> str:
   return f"{words.short(value)} {unit}"
 
 
-def _change(one: Difference) -> Text:
+def _change(one: Difference, is_of_model: bool) -> Text:
   if one.before == one.after:
     return Text("same")
   if one.unit == "share" and None not in (one.before, one.after):
@@ -291,6 +327,6 @@ def _change(one: Difference) -> Text:
   if ratio is None:
     return Text("differs")
   text = f"{ratio - 1:+.1%}" if 0.5 <= ratio <= 2 else f"x {ratio:.3g}"
-  is_time = one.unit in ("µs", "cycles")
+  is_good_or_bad = one.unit in _TIMES and not is_of_model
   colour = "red" if ratio > 1 else "green"
-  return Text(text, style=colour if is_time else "")
+  return Text(text, style=colour if is_good_or_bad else "")

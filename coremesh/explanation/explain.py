@@ -1,10 +1,12 @@
 """Compiles a function and says what came out and how long it takes."""
 
 from collections.abc import Mapping
+import importlib.metadata
 from typing import Any
 
 from coremesh import chips, errors
 from coremesh._compat import aot as jax_aot
+from coremesh.compiler import digests
 from coremesh.compiler.compiled import Compiled
 from coremesh.explanation import hot_lines, roofline, stages
 from coremesh.explanation.explanation import Explanation
@@ -79,7 +81,9 @@ def explain(
   return Explanation(
     name=name or ", ".join(dict.fromkeys(kernels)),
     chip=compiled.chip,
-    versions=jax_aot.versions(),
+    versions=_versions(),
+    arguments=digests.of_arguments(args),
+    codes={o.name: digests.of_code([o]) for o in compiled.operations},
     compile_seconds=compiled.compile_seconds,
     is_from_cache=compiled.from_cache,
     memory_bytes_per_device=_memory(compiled),
@@ -90,6 +94,15 @@ def explain(
     hot_lines=_hot_lines(prediction, details),
     activities=details.activities,
   )
+
+
+def _versions() -> dict[str, str]:
+  """What decides the code, and coremesh, whose model says what it takes."""
+  try:
+    own = importlib.metadata.version("coremesh")
+  except importlib.metadata.PackageNotFoundError:
+    own = "not installed"
+  return jax_aot.versions() | {"coremesh": own}
 
 
 def _memory(compiled: Compiled) -> Mapping[str, int]:

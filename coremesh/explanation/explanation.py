@@ -23,7 +23,9 @@ class Explanation(Findings):
   Attributes:
     name: of the function.
     chip: what it was compiled for.
-    versions: of jax, jaxlib and libtpu.
+    versions: of jax, jaxlib, libtpu and coremesh.
+    arguments: a digest of their types, and of integers, which may steer.
+    codes: a digest of the machine code of each operation.
     compile_seconds: wall time on this machine.
     is_from_cache: whether the disk had the compiled program.
     memory_bytes_per_device: HBM, and the code, as libtpu counts them.

@@ -17,7 +17,9 @@ class Findings:
   Attributes:
     name: of the function.
     chip: what it was compiled for.
-    versions: of jax, jaxlib and libtpu.
+    versions: of jax, jaxlib, libtpu and coremesh.
+    arguments: a digest of their types, and of integers, which may steer.
+    codes: a digest of the machine code of each operation.
     compile_seconds: wall time on this machine.
     is_from_cache: whether the disk had the compiled program.
     memory_bytes_per_device: HBM, and the code, as libtpu counts them.
@@ -33,6 +35,8 @@ class Findings:
   name: str
   chip: str
   versions: Mapping[str, str]
+  arguments: str
+  codes: Mapping[str, str]
   compile_seconds: float
   is_from_cache: bool
   memory_bytes_per_device: Mapping[str, int]

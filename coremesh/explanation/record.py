@@ -33,6 +33,7 @@ def of(found: Findings) -> dict[str, Any]:
     "name": found.name,
     "chip": found.chip,
     "versions": dict(found.versions),
+    "arguments_digest": found.arguments,
     "compile_seconds": found.compile_seconds,
     "is_from_cache": found.is_from_cache,
     "predict_seconds": found.prediction.predict_seconds,
@@ -126,6 +127,7 @@ def _operation(
   return {
     "name": operation.name,
     "kernel": operation.kernel,
+    "code_digest": found.codes.get(operation.name),
     "times": operation.times,
     "cycles": dataclasses.asdict(operation.cycles),
     "microseconds": dataclasses.asdict(operation.microseconds),

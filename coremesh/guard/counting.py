@@ -1,14 +1,10 @@
 """From compiled programs to the figures that are guarded."""
 
 from collections.abc import Iterable, Sequence
-import hashlib
 import re
-from typing import Any
-
-import jax
-import numpy as np
 
 from coremesh import errors
+from coremesh.compiler import digests
 from coremesh.compiler.compiled import Compiled, Operation
 from coremesh.guard.figures import OTHERS, Figures, OperationFigures
 from coremesh.guard.outcomes import Outcome
@@ -17,10 +13,7 @@ from coremesh.profile.prediction import Prediction
 
 # The program around all operations; it is not one of them.
 _AROUND = frozenset(["TLP", "<late-initialization>", "<late-finalization>"])
-_COMMENTS_AND_SPACE = re.compile(r"/\*.*?\*/|\s+", re.DOTALL)
 _SPARSE_BUNDLE = re.compile(r"^0x[0-9a-f]+: \{", re.MULTILINE)
-# Larger arrays steer no kernel: they do not fit its SMEM.
-_MOST_WORDS = 1 << 18
 
 
 def figures_of(found: Outcome) -> Figures | None:
@@ -30,7 +23,7 @@ def figures_of(found: Outcome) -> Figures | None:
   prediction = found.prediction
   return Figures(
     code_bytes=found.compiled.code_bytes,
-    arguments=_digest(_described(leaf) for leaf in jax.tree.leaves(found.args)),
+    arguments=digests.of_arguments(found.args),
     operations=tuple(_operations(found.compiled, prediction)),
     unpredicted=found.unpredicted,
     num_assumed=len(prediction.assumed) if prediction else 0,
@@ -68,7 +61,7 @@ def _operations(
     yield OperationFigures(
       name=kernel if number == 1 else f"{kernel} #{number}",
       bundles=_num_bundles(operation),
-      code=_digest(_code(operation)),
+      code=digests.of_code([operation]),
       cycles=None if at is None else round(at),
       vmem_bytes_per_core=vmem_bytes_per_core(compiled, kernel),
       operations_beside=beside.get(operation.name),
@@ -80,7 +73,7 @@ def _operations(
     yield OperationFigures(
       name=OTHERS,
       bundles=sum(map(_num_bundles, others)),
-      code=_digest(text for o in others for text in _code(o)),
+      code=digests.of_code(others),
       cycles=round(sum(cycles.values())) if prediction else None,
     )
 
@@ -100,13 +93,6 @@ def _num_bundles(operation: Operation) -> int:
       )
     total += found
   return total
-
-
-def _code(operation: Operation) -> list[str]:
-  """Its machine code without comments, which name the user's files."""
-  stages = ("bundles", "sparsecore")
-  texts = [operation.texts[s] for s in stages if s in operation.texts]
-  return [_COMMENTS_AND_SPACE.sub("", text) for text in texts]
 
 
 def _beside(compiled: Compiled, found: Sequence[Operation]) -> dict[str, int]:
@@ -129,22 +115,3 @@ def _beside(compiled: Compiled, found: Sequence[Operation]) -> dict[str, int]:
         if instruction.opcode.endswith("-done"):
           beside[start] = count - at_start[start]
   return beside
-
-
-def _described(leaf: Any) -> str:
-  """The type of an argument, and the values of one that may steer a kernel."""
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return f"{leaf.dtype}{list(leaf.shape)}"
-  array = np.asarray(jax.numpy.asarray(leaf))
-  text = f"{array.dtype}{list(array.shape)}"
-  if array.dtype.kind in "iu" and array.size <= _MOST_WORDS:
-    return text + hashlib.sha256(array.tobytes()).hexdigest()
-  return text
-
-
-def _digest(texts: Iterable[str]) -> str:
-  """Sixteen digits tell the codes of one kernel apart."""
-  digest = hashlib.sha256()
-  for text in texts:
-    digest.update(f"{len(text)} ".encode() + text.encode())
-  return digest.hexdigest()[:16]
