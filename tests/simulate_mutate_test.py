@@ -22,6 +22,7 @@ _EXAMPLES = {
   "indexed_add_one": ("v5p:2x2x1", {}, 9),
   "ring_shift": ("v5p:2x2x1", {}, 17),
   "sc_add_one": ("v6e:1x1", dict(rows_per_device=512), 7),
+  "softmax_rows": ("v5p:1x1x1", dict(rows_per_device=4096, columns=512), 9),
   "sum_blocks": ("v5p:2x2x1", dict(rows_per_device=32, columns=256), 7),
   "swap_cores": ("v5p:2x2x1", {}, 18),
 }
