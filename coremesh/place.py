@@ -75,7 +75,7 @@ def find(interpret: Any) -> Place:
     UnsupportedError: the devices are neither TPUs nor CPUs.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device or _default_device()
+  device = _device_of(mesh)
   chip = chips.chip_of_device_kind(device.device_kind)
   forced = _compat.forced_interpret_params()
   if interpret is None:
@@ -118,9 +118,23 @@ def _params(interpret: Any) -> pltpu.InterpretParams:
   return _compat.forced_interpret_params() or SimulatorParams()
 
 
-def _default_device() -> jax.sharding.AbstractDevice:
+def _device_of(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractDevice:
+  """What is traced for: a device of the mesh in scope, else the default one."""
+  told = mesh.abstract_device
+  if told is None:
+    return _default_device()
+  if mesh.empty and told.platform == "cpu":  # `cm.simulation` tells it.
+    _start_jax()
+  return told
+
+
+def _start_jax() -> None:
   if not _compat.backends_started() and not topology.tpu_is_attached():
     topology.simulated_devices(1)
+
+
+def _default_device() -> jax.sharding.AbstractDevice:
+  _start_jax()
   device = jax.local_devices()[0]
   return _compat.AbstractDevice(
     device_kind=device.device_kind,
@@ -238,19 +252,23 @@ def simulation(
   *,
   seed: int = 0,
   races: bool = True,
+  uninitialised: bool = True,
   dma: Literal["late", "early", "random"] = "late",
   on_finding: Literal["raise", "record"] = "raise",
   timeline: bool = False,
+  chip: chips.Chip | None = None,
 ) -> Iterator[Simulation]:
   """Runs the kernels called inside in coremesh's simulator, and notes them.
 
   coremesh's kernels, and those of plain `pl.kernel`, `pl.core_map` and
   `pl.pallas_call` that are made inside the `with`, run on simulated devices.
+  Inside, Pallas knows a chip: `plsc.VectorSubcoreMesh(...)` can be made.
 
   Args:
     seed: decides every interleaving of cores and DMAs; the same seed gives the
       same run.
     races: look for data races and for memory touched outside its scope.
+    uninitialised: look for reads of memory that nobody wrote.
     dma: when a DMA moves its bytes: as late as the waits allow, at once, or at
       random.
     on_finding: "raise" raises `SimulationError` when a kernel ends that did
@@ -258,13 +276,15 @@ def simulation(
       deadlock or an index out of bounds raises all the same.
     timeline: model when each worker computes, waits and copies, for
       `run.timeline` and the report.
+    chip: what devices outside a device mesh are taken for; default `cm.chip()`.
+      A mesh of `chip.device_mesh` says itself what it is of.
 
   Yields:
     A `Simulation`: what was run and found; `print(run.report)`.
 
   Raises:
     SimulationError, DeadlockError: at the latest on exit.
-    UnsupportedError: another value of an argument.
+    ChipError, UnsupportedError: another value of an argument.
 
   Example:
     with cm.simulation(seed=3) as run:
@@ -276,11 +296,12 @@ def simulation(
     seed=seed,
     dma=dma,
     detect_races=races,
+    detect_uninitialised=uninitialised,
     on_finding=on_finding,
     session=session,
     timeline=timeline,
   )
-  with repeat.simulating(params):
+  with repeat.simulating(params, chip=chip):
     yield session
 
 

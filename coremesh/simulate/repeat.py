@@ -9,7 +9,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 import numpy as np
 
-from coremesh import errors
+from coremesh import _compat, chips, errors, topology
 from coremesh.simulate.findings import Finding, SimulationError
 from coremesh.simulate.params import SimulatorParams, reset
 from coremesh.simulate.session import Simulation
@@ -17,16 +17,24 @@ from coremesh.simulate.transfer import DMA_MODES, DmaMode
 
 
 @contextlib.contextmanager
-def simulating(params: SimulatorParams) -> Iterator[Simulation]:
+def simulating(
+  params: SimulatorParams, *, chip: chips.Chip | None = None
+) -> Iterator[Simulation]:
   """Runs the kernels called inside by these parameters, with a session.
 
+  Args:
+    params: how, with a session.
+    chip: what Pallas takes the devices for outside a device mesh; default
+      `cm.chip()`.
+
   Raises:
+    ChipError: `chip` is none.
     SimulationError, DeadlockError: at the latest on exit.
   """
   session = params.session
   assert session is not None
   try:
-    with pltpu.force_tpu_interpret_mode(params):
+    with _knowing(chip), pltpu.force_tpu_interpret_mode(params):
       yield session
       jax.effects_barrier()  # What went wrong inside is raised by its end.
   except BaseException as error:
@@ -35,6 +43,24 @@ def simulating(params: SimulatorParams) -> Iterator[Simulation]:
     if fault is None:
       raise
     raise fault from error
+
+
+def _knowing(chip: chips.Chip | None) -> Any:
+  """A context in which Pallas sees a chip where no device mesh is in scope.
+
+  An attached TPU is seen without, and what a mesh in scope says holds.
+  """
+  if chip is not None and not isinstance(chip, chips.Chip):
+    raise errors.ChipError(
+      f"chip must be what cm.chip() returns; got {chip!r}. Use"
+      ' chip=cm.chip("v6e").'
+    )
+  mesh = jax.sharding.get_abstract_mesh()
+  is_seen = not mesh.empty or mesh.abstract_device is not None
+  if is_seen or (chip is None and topology.tpu_is_attached()):
+    return contextlib.nullcontext()
+  device = (chip or chips.chip()).abstract_device(platform="cpu")
+  return _compat.empty_device_context(device)
 
 
 def _fault_of(session: Simulation, error: BaseException) -> Exception | None:
