@@ -1,11 +1,14 @@
 """Tests for coremesh.compiler.workers: real workers, killed and replaced."""
 
 import concurrent.futures
+import errno
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -116,19 +119,44 @@ def test_a_worker_that_ended_between_programs_is_replaced_unseen():
   assert _pid() != pid
 
 
-def test_a_worker_killed_at_work_is_an_error_and_is_replaced():
-  _compile(4.0)
+def _killed_at_work(number: float) -> CompileError:
+  """The error of a program whose worker dies."""
   pid = _pid()
   os.kill(pid, signal.SIGSTOP)  # so that it is at work for long
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    answer = thread.submit(_compile, 4.5)
+    answer = thread.submit(_compile, number)
     time.sleep(0.5)
     assert not answer.done()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(CompileError, match="died of SIGKILL"):
+    with pytest.raises(CompileError) as caught:
       answer.result(30)
+  return caught.value
+
+
+def test_a_worker_killed_at_work_is_an_error_and_is_replaced():
+  _compile(4.0)
+  pid = _pid()
+  assert "died of SIGKILL" in str(_killed_at_work(4.5))
   assert _compile(4.5).code_bytes
   assert _pid() != pid
+
+
+def test_a_worker_that_dies_on_a_full_disk_says_which(monkeypatch):
+  _compile(4.0)
+  usage = shutil.disk_usage(".")._replace(free=3 * 1024)
+  monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+  text = str(_killed_at_work(4.6))
+  assert f"{tempfile.gettempdir()} must have room" in text
+  assert "3 KiB are free" in text and "set TMPDIR" in text
+
+
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
+  def full(**_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(tempfile, "mkdtemp", full)
+  with pytest.raises(CompileError, match="set TMPDIR.*\n.*No space left"):
+    _compile(4.7, flags={"xla_tpu_scoped_vmem_limit_kib": 12344})
 
 
 def test_a_worker_that_takes_too_long_is_ended_and_replaced():

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
-import re
+import tempfile
 import time
 from typing import Any
 import warnings
@@ -23,6 +23,7 @@ from coremesh.compiler import (
   dumps,
   failures,
   ledger,
+  libtpu_flags,
   operands,
   sites,
   usage,
@@ -33,7 +34,6 @@ from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
 _RESULT_VERSION = "3"
-_SCOPED_VMEM = r"--xla_tpu_scoped_vmem_limit_kib=(\d+)"
 _CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
@@ -97,7 +97,7 @@ def compile(  # pylint: disable=redefined-builtin
   target = _target(lowered, asked, jaxpr)
   kernels = tuple(usage.of_program(jaxpr))
   _check_cores(kernels, target.chip, jaxpr)
-  words = _flag_words(flags or {})
+  words = libtpu_flags.words(flags or {})
   request = {
     "module": lowered.module,
     "options": lowered.options(target.device_ids),
@@ -116,7 +116,7 @@ def compile(  # pylint: disable=redefined-builtin
   texts = [dumps.Texts(**fields) for fields in answer["operations"]]
   predicted = ()
   if target.chip is not None:
-    limit = _scoped_vmem_bytes(words)
+    limit = libtpu_flags.scoped_vmem_bytes(words)
     predicted = ledger.of_program(jaxpr, target.chip, vmem_limit_bytes=limit)
   return Compiled(
     chip=target.name,
@@ -301,26 +301,6 @@ def _shape_of(leaf: Any) -> Any:
   )
 
 
-def _flag_words(flags: Mapping[str, Any]) -> tuple[str, ...]:
-  """Flags as libtpu takes them: those of the environment, then in one order."""
-  words = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-  for name, value in sorted(flags.items()):
-    if not re.fullmatch(r"\w+", name) or re.search(r"\s", str(value)):
-      raise errors.UnsupportedError(
-        "flags must map names such as 'xla_tpu_scoped_vmem_limit_kib' to values"
-        f" without spaces; got {name!r}: {value!r}."
-      )
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    words.append(f"--{name}={text}")
-  return tuple(words)
-
-
-def _scoped_vmem_bytes(words: tuple[str, ...]) -> int | None:
-  """What the flags let a kernel take of VMEM that asks for no more."""
-  found = re.findall(_SCOPED_VMEM, " ".join(words))
-  return int(found[-1]) * 1024 if found else None
-
-
 def _key(
   request: Mapping[str, Any],
   flags: tuple[str, ...],
@@ -355,7 +335,10 @@ def _ask(
   jaxpr: jex_core.Jaxpr,
 ) -> dict[str, Any]:
   check_compiler()
-  answer = workers.pool().ask(request, flags=flags, seconds=seconds)
+  try:
+    answer = workers.pool().ask(request, flags=flags, seconds=seconds)
+  except OSError as error:
+    raise failures.of_start(error, tempfile.gettempdir()) from error
   if isinstance(answer, workers.Silence):
     kernels = [s for s in sites.of_program(jaxpr) if s.is_kernel]
     empty = [s.line or "a kernel" for s in kernels if s.has_empty]

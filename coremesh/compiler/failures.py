@@ -8,6 +8,9 @@ import signal
 from coremesh import chips, errors
 from coremesh.compiler import rules, workers
 
+# What libtpu writes of a program of a few kernels, and some room.
+_LEAST_FREE_BYTES = 8 * 2**20
+_ADVICE_WITHOUT_ROOM = "Make room there, or set TMPDIR to another folder."
 _ADVICE_AFTER_CRASH = (
   "That is a fault of libtpu's. Take the program apart until it compiles; an"
   " operand of no elements and a dynamic size are known to do this. The next"
@@ -94,6 +97,12 @@ def of_silence(
   elif unknown:
     rule = f"libtpu has no flag {unknown[1]!r}."
     advice = f"Leave it out; flags were {' '.join(flags) or 'none'}."
+  elif silence.free_bytes < _LEAST_FREE_BYTES:
+    rule = (
+      f"The folder {silence.folder} must have room for what libtpu writes;"
+      f" {silence.free_bytes // 1024} KiB are free, and {_end(silence)}."
+    )
+    advice = _ADVICE_WITHOUT_ROOM
   elif with_empty:
     rule = (
       "An operand of a kernel must have at least one element: of an empty one"
@@ -106,6 +115,21 @@ def of_silence(
     advice = _ADVICE_AFTER_CRASH
   return errors.CompileError(
     rule=rule, advice=advice, source=source, original=silence.output.strip()
+  )
+
+
+def of_start(error: OSError, folder: str) -> errors.CompileError:
+  """The error for a worker that cannot be started.
+
+  Args:
+    error: why.
+    folder: that of temporary files.
+  """
+  return errors.CompileError(
+    rule=f"A process must start for libtpu, and write to {folder}; it cannot.",
+    advice=_ADVICE_WITHOUT_ROOM,
+    source=None,
+    original=str(error),
   )
 
 

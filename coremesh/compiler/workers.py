@@ -40,11 +40,15 @@ class Silence:
     is_late: whether it took too long; else it died.
     status: its exit code; negative for a signal.
     output: the end of what it printed.
+    folder: where libtpu wrote.
+    free_bytes: the room that was left there.
   """
 
   is_late: bool
   status: int | None
   output: str
+  folder: str
+  free_bytes: int
 
 
 class Worker:
@@ -117,8 +121,15 @@ class Worker:
       with contextlib.suppress(subprocess.TimeoutExpired):
         status = self._process.wait(5)
     output = self._output.read_text(errors="replace")[-8000:]
+    free_bytes = shutil.disk_usage(self._folder).free
     self.end()
-    return Silence(is_late=is_late, status=status, output=output)
+    return Silence(
+      is_late=is_late,
+      status=status,
+      output=output,
+      folder=str(self._folder.parent),
+      free_bytes=free_bytes,
+    )
 
   def end(self) -> None:
     """Ends the process, whatever it does, and removes what it wrote."""
