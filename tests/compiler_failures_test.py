@@ -246,7 +246,38 @@ def a_copy_between_two_shapes():
   return _on_core(body, x, scratch=[pltpu.VMEM(x.shape, _F32)])
 
 
+def _by_indices(x_hbm, rows_hbm, o_hbm, rows, buffer):
+  pltpu.sync_copy(rows_hbm, rows)
+  pltpu.sync_copy(x_hbm.at[rows], buffer)
+  pltpu.sync_copy(buffer, o_hbm)
+
+
+def _gather(columns: int, *, dtype=_I32):
+  """A gather of 8 rows on a subcore, and its arguments."""
+  out = _type(8, columns)
+  return _on_subcores(
+    _by_indices,
+    _type(64, columns),
+    _type(8, dtype=dtype),
+    out=out,
+    scratch=[pltpu.VMEM((8,), _I32), pltpu.VMEM(out.shape, _F32)],
+    needs_layout_passes=False,
+  )
+
+
+@_case(
+  r"moves rows of a multiple of 128 elements; got 100\.", "expected slice size"
+)
+def a_gather_of_rows_that_are_no_whole_tiles():
+  return _gather(100)
+
+
 # --- dtypes ----------------------------------------------------------------
+
+
+@_case(r"the same type; got i16 and i32", "element type mismatch")
+def a_copy_between_two_types():
+  return _gather(128, dtype=jnp.int16)
 
 
 @_case(r"multiplies no vector<128x128xi8> \(RHS\)", "E2001", chip="v4")
@@ -519,12 +550,21 @@ def test_the_compilers_refusal_names_the_users_line(name):
   source = _failure(name).source
   assert source is not None and source.startswith(f"{__file__}:")
   line = int(source.removeprefix(f"{__file__}:").partition(" ")[0])
-  users = (_CASES[name][0], _through, _copy, _transpose)
+  users = (_CASES[name][0], _through, _copy, _transpose, _by_indices)
   assert any(line in _lines(fn) for fn in users), source
 
 
 def test_a_message_without_a_kernel_names_no_line():
   assert _failure("a_program_larger_than_hbm").source is None
+
+
+def test_an_operation_on_memory_is_not_taken_for_one_on_elements():
+  said = (
+    "error: failed to legalize operation 'sc_tpu.enqueue_other_transfer':"
+    ' "sc_tpu.enqueue_other_transfer"(%1) <{add = false}> :'
+    " (memref<64x100xf32, #tpu.tiled<(8,128),[1,1]>, #tpu.memory_space<hbm>>)"
+  )
+  assert not failures.explain(said).is_known
 
 
 def test_a_message_that_is_not_in_the_table_is_passed_on_as_it_is():
@@ -573,6 +613,7 @@ def test_the_advice_helps():
       _type(512, 512),
       compiler_params=pltpu.CompilerParams(vmem_limit_bytes=4 * 2**20),
     ),
+    _gather(128),
   ):
     assert cm.compile(fn, *args, chip="v5p").code_bytes
 

@@ -112,8 +112,24 @@ _ALIGNMENT: tuple[_Row, ...] = (
     "Both ends of a copy must have the same shape.",
     "Slice the larger: ref.at[pl.ds(start, size)].",
   ),
+  (
+    r"expected slice size \((?P<given>\d+)\) to be aligned with \w+"
+    r"(?: \([^)]*\))? tiling \((?P<tile>\d+)\)",
+    "A copy by a vector of indices moves rows of a multiple of {tile} elements;"
+    " got {given}.",
+    "Pad the last axis to a multiple of {tile} outside the kernel.",
+  ),
 )
 _DTYPES: tuple[_Row, ...] = (
+  (
+    r"DMA source and target element type mismatch"
+    r".*?: \(memref<(?:[\d?]+x)*(?P<source>\w+),"
+    r".*?memref<(?:[\d?]+x)*(?P<target>\w+),",
+    "Both ends of a copy must have elements of the same type; got {source} and"
+    " {target}.",
+    "A copy casts nothing: cast outside the kernel, or give the scratch the"
+    " type of what is copied into it.",
+  ),
   (
     r"to not contain X\{64\|128\} element types|X64 element types",
     "A TPU kernel holds no elements of 64 bits.",
@@ -147,7 +163,7 @@ _DTYPES: tuple[_Row, ...] = (
   ),
   (
     r"failed to legalize operation '\w+\.(?P<op>\w+)':"
-    r".*?: \((?P<types>[^)]*)\)",
+    r"[^\n]*?: \((?P<types>(?!memref)[^)]*)\)",
     "The chip has no instruction {op} for {types}.",
     "Cast the operands to 32 bits first.",
   ),
