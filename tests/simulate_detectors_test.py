@@ -308,7 +308,7 @@ def test_two_cores_write_to_one_place_of_hbm(wrong):
   )
   if wrong:
     text = simulating.caught(made, "race", x)
-    assert "write of HBM 'o_hbm' of device 0" in text
+    assert "write of HBM 'o_hbm[0, 0:8, 0:128]' of device 0" in text
     assert "DMA of device 0, core 0" in text
     assert "DMA of device 0, core 1" in text
   else:
@@ -383,7 +383,7 @@ def test_the_same_values_where_two_cores_overlap_are_no_race(wrong):
   made = _on_tensor_core(body, x, out=_out(12, 128), scratch=[_VMEM])
   if wrong:
     text = simulating.caught(made, "race", x)
-    assert "write of HBM 'o_hbm'" in text
+    assert "write of HBM 'o_hbm[" in text
   else:
     (y,) = simulating.silent(made, x)
     np.testing.assert_array_equal(y, x)
@@ -438,7 +438,9 @@ def test_subcores_exchange_through_shared_memory(wrong):
   )
   if wrong:
     text = simulating.caught(made, "race", x)
-    assert "VMEM_SHARED 'shared' of device 0, core 0" in text
+    assert re.search(
+      r"VMEM_SHARED 'shared\[\d, 0:16\]' of device 0, core 0", text
+    )
     assert re.search(r"a DMA of device 0, core 0, subcore \d", text)
   else:
     (y,) = simulating.silent(made, x)
@@ -464,7 +466,7 @@ def test_each_sparse_core_has_a_barrier_of_its_own():
     cores=lambda chip: _subcores(chip, cores=2),
   )
   text = simulating.caught(made, "race", x)
-  assert "HBM 'o_hbm' of device 0" in text
+  assert "HBM 'o_hbm[" in text and "]' of device 0" in text
 
 
 def _add_to_shared(*, barrier, add=True):

@@ -16,6 +16,8 @@ import weakref
 
 import numpy as np
 
+from coremesh.simulate import regions
+
 type Clock = np.ndarray  # [threads] int64: the last event known of each
 
 
@@ -85,13 +87,19 @@ def reaches(clock: Clock, thread: int, event: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-  """One access: who, when, from which line, and what it did."""
+  """One access: who, when, from which line, and what it did.
+
+  Attributes:
+    box: of one that races, the part of the memory that it touched and nobody
+      has written since; None if that is not known.
+  """
 
   thread: int
   event: int
   site: Any
   kind: str  # "read", "write", "add", "enter" or "leave"
   who: Any
+  box: regions.Box | None = None
 
 
 class Records:
@@ -218,10 +226,11 @@ class Shadow:
       the writes in the lower.
   """
 
-  __slots__ = ("__weakref__", "_records", "state")
+  __slots__ = ("__weakref__", "_records", "_told", "state")
 
   def __init__(self, shape: tuple[int, ...], records: Records):
     self._records = records
+    self._told: set[tuple[Any, Any]] = set()
     self.state = np.zeros(shape, np.int64)
     records.watch(self)
 
@@ -285,7 +294,8 @@ class Shadow:
       for i, old in enumerate(olds):
         if races[i] and not changed[part == old].any():
           news[i], races[i] = self._after_same(old, number, clock)
-    raced = [access for found in races for access in found]
+    numbers = dict.fromkeys(m for found in races for m in found)
+    raced = [self._placed(m, number) for m in numbers]
     if is_uniform:
       part[...] = news[0]
       if is_harmless:
@@ -298,7 +308,21 @@ class Shadow:
       part[before == old] = new
     return raced
 
-  def _after_read(self, old, number, clock) -> tuple[int, list[Access]]:
+  def _placed(self, number: int, now: int) -> Access:
+    """An access that races, with its box for the first of a pair of lines."""
+    accesses = self._records.accesses
+    access = accesses[number]
+    lines = access.site, accesses[now].site
+    if lines in self._told:
+      return access
+    self._told.add(lines)
+    sets = self._records.sets.items()
+    named = [n for n, members in sets if number in members]
+    mask = np.isin(self.state & _LOWER, named)
+    mask |= np.isin(self.state >> 32, named)
+    return dataclasses.replace(access, box=regions.box_of(mask))
+
+  def _after_read(self, old, number, clock) -> tuple[int, list[int]]:
     records = self._records
     members = records.sets[old & _LOWER]
     missed = [m for m in members if not records.follows(m, clock)]
@@ -307,17 +331,15 @@ class Shadow:
     records.seen[number].update(m for m in members if m not in missed)
     reads = self._with(old >> 32, number, clock)
     new = reads << 32 | old & _LOWER
-    return new, [records.accesses[missed[-1]]] if is_race else []
+    return new, [missed[-1]] if is_race else []
 
-  def _after_write(self, old, number, clock) -> tuple[int, list[Access]]:
+  def _after_write(self, old, number, clock) -> tuple[int, list[int]]:
     records = self._records
     before = (*records.sets[old & _LOWER], *records.sets[old >> 32])
-    raced = [
-      records.accesses[m] for m in before if not records.follows(m, clock)
-    ]
+    raced = [m for m in before if not records.follows(m, clock)]
     return records.set_number((number,)), raced
 
-  def _after_same(self, old, number, clock) -> tuple[int, list[Access]]:
+  def _after_same(self, old, number, clock) -> tuple[int, list[int]]:
     """After a write, unordered with others, that changed nothing.
 
     It races with reads, but for those that followed another of the writes that
@@ -327,13 +349,13 @@ class Shadow:
     writes, reads = records.sets[old & _LOWER], records.sets[old >> 32]
     others = {m for m in writes if not records.follows(m, clock)}
     raced = [
-      records.accesses[m]
+      m
       for m in reads
       if not records.follows(m, clock) and others.isdisjoint(records.seen[m])
     ]
     return old & ~_LOWER | records.set_number((*writes, number)), raced
 
-  def _after_add(self, old, number, clock) -> tuple[int, list[Access]]:
+  def _after_add(self, old, number, clock) -> tuple[int, list[int]]:
     """After an addition, which races with all but other additions.
 
     The write that it adds to and the reads since are kept: an addition that
@@ -343,11 +365,7 @@ class Shadow:
     writes, reads = records.sets[old & _LOWER], records.sets[old >> 32]
     others = [m for m in writes if records.accesses[m].kind != "add"]
     kept = [m for m in writes if m in others or not records.follows(m, clock)]
-    raced = [
-      records.accesses[m]
-      for m in (*others, *reads)
-      if not records.follows(m, clock)
-    ]
+    raced = [m for m in (*others, *reads) if not records.follows(m, clock)]
     return old & ~_LOWER | records.set_number((*kept, number)), raced
 
   def _with(self, old: int, number: int, clock: Clock) -> int:

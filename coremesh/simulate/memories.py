@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from coremesh.simulate import clocks, memory, state, unwritten, views
+from coremesh.simulate import (
+  clocks,
+  memory,
+  race_report,
+  regions,
+  state,
+  unwritten,
+  views,
+)
 from coremesh.simulate.worker import Site, Worker
 
 # Polls before it matters to those that poll whether a write changes anything.
@@ -335,44 +343,18 @@ class Memories(state.State):
     if key is not None:
       part[key] = view  # It was a copy.
     if raced:
-      self._report_races(buffer, raced, number)
+      self._report_races(buffer, raced, number, steps)
 
-  def _report_races(self, buffer, raced, number) -> None:
+  def _report_races(self, buffer, raced, number, steps=()) -> None:
+    """Reports what races with an access, to a part of a buffer or to all."""
     now = self.records.accesses[number]
     for before in raced:
-      self._report_race(buffer, before, now)
-
-  def _report_race(self, buffer, before, now) -> None:
-    self._raced |= {before.site, now.site}
-    key = (id(before.site), id(now.site), buffer.family.name)
-    if before.kind == "enter":
-      text = (
-        f"{now.who}: {now.site} touches {buffer} without knowing that"
-        f" {before.who} has entered the scope of that memory. Meet in a barrier"
-        " first."
-      )
-      self.report("scope", text, key)
-    elif before.kind == "leave":
-      text = (
-        f"{now.who}: {now.site} ({now.kind}) touches {buffer} when"
-        f" {before.who} may have left the scope of that memory ({before.site})."
-        " Let the owner wait for it first."
-      )
-      self.report("scope", text, key)
-    elif now.kind == "leave":
-      text = (
-        f"{now.who} leaves the scope of {buffer} while {before.who}:"
-        f" {before.site} ({before.kind}) may still be under way. Wait for it"
-        " first."
-      )
-      self.report("scope", text, key)
-    else:
-      text = (
-        f"{now.kind} of {buffer} by {now.who} ({now.site}) and"
-        f" {before.kind} by {before.who} ({before.site}) are not ordered. Order"
-        " them: wait for the DMA, or signal from one and wait in the other."
-      )
-      self.report("race", text, key)
+      self._raced |= {before.site, now.site}
+      key = (buffer.family.name, *race_report.sites(before, now))
+      is_known = any((kind, key) in self._told for kind in ("race", "scope"))
+      box = None if is_known else regions.box_of_part(buffer.data, steps)
+      kind, text = race_report.told(buffer, before, now, box)
+      self.report(kind, text, key, by=race_report.worker_of(now))
 
   def _report_input(self, buffer, who, site) -> None:
     self.report(

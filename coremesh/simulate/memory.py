@@ -102,7 +102,12 @@ class Buffer:
     return self.data[tuple(slice(0, n) for n in self.shape)]
 
   def __str__(self) -> str:
-    return f"{self.family} of {describe(self.place, self.family.axes)}"
+    return self.part("")
+
+  def part(self, index: str) -> str:
+    """A part of it in words, by its index "[0:8]", "" for all."""
+    where = describe(self.place, self.family.axes)
+    return f"{self.family.part(index)} of {where}"
 
 
 class Remains:
@@ -176,8 +181,12 @@ class Family:
     return self.members.get(place)
 
   def __str__(self) -> str:
+    return self.part("")
+
+  def part(self, index: str) -> str:
+    """A part of each member in words, by its index, "" for all."""
     space = {"semaphore_mem": "semaphore"}.get(self.space, self.space.upper())
-    return f"{space} {self.name!r}"
+    return f"{space} {self.name + index!r}"
 
 
 class Semaphore:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+import dataclasses
 import random
 import string
 from typing import Any
@@ -65,7 +66,8 @@ class State:
     self.meets: dict[
       memory.Semaphore, dict[Worker, tuple[clocks.Clock, Site]]
     ] = {}
-    self._seen: set[Any] = set()
+    # For each key of a finding its number, its text, and who did the same.
+    self._told: dict[Any, tuple[int, str, set[Worker]]] = {}
     self._raced: set[Site] = set()
     self._unwritten_reads: dict[Any, tuple[Site, str]] = {}
     self._credit = 0
@@ -81,16 +83,33 @@ class State:
     text: str,
     key: Any = None,
     *,
+    by: Worker | None = None,
     is_warning: bool = False,
   ) -> None:
-    """Notes a fault, once for each `key`."""
+    """Notes a fault, once for each `key`, and how many workers had it.
+
+    Args:
+      kind, text, is_warning: as of a `Finding`.
+      key: what faults that are told once have in common; default the text.
+      by: whose fault it is, None if it does not matter.
+    """
     key = (kind, text if key is None else key)
-    if key not in self._seen:
-      self._seen.add(key)
+    if key not in self._told:
+      self._told[key] = len(self.findings), text, set()
       self.findings.append(
         findings.Finding(
           kind=kind, kernel=self.kernel, text=text, is_warning=is_warning
         )
+      )
+    number, text, workers = self._told[key]
+    if by is None or by in workers:
+      return
+    workers.add(by)
+    others = len(workers) - 1
+    if others:
+      text += f" The same on {others} other worker{'s' * (others > 1)}."
+      self.findings[number] = dataclasses.replace(
+        self.findings[number], text=text
       )
 
   def stop(self, kind: findings.Kind, text: str) -> Any:
