@@ -121,7 +121,7 @@ def _explained(
   given = [shapes.parse(text) for text in arguments.arg]
   with targets.working_folder():
     make = targets.maker(name, arguments.config, given)
-    fn, args = _made(make, chip, name)
+    fn, args = _made(make, chip)
     try:
       return explain(fn, *args, chip=chip, progress=shown)
     except errors.CompileError:
@@ -130,15 +130,14 @@ def _explained(
       raise
 
 
-def _made(make: targets.Maker, chip: chips.Chip, name: str) -> targets.Program:
+def _made(make: targets.Maker, chip: chips.Chip) -> targets.Program:
   try:
     return make(chip)
   except errors.CoreMeshError:
     raise
   except Exception as error:
     error.add_note(
-      f"TARGET {name!r} was called with the chip, {chip.name}. If it is a"
-      " function of arrays say of which, with --arg f32[128,256]."
+      "If it is a function of arrays say of which, with --arg f32[128,256]."
     )
     raise
 

@@ -6,31 +6,36 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import pkgutil
 import sys
-from typing import Any
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 
 from coremesh import chips, errors, kernels, spec
+from coremesh.cli import source_files
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 type Maker = Callable[[chips.Chip], Program]
 
-_FORMS = (
-  "TARGET is the name of an example, such as swap_cores, or MODULE:FUNCTION, a"
-  " function without arguments that contains kernels."
-)
+type _Place = Literal["simulator", "compiler"]
 
-_COMPILED_FORMS = (
+_FORMS = (
   "TARGET is the name of an example, such as swap_cores; or MODULE:NAME or"
   " FILE.py:NAME, where NAME is a function without arguments that contains"
   " kernels, a function of a chip that returns such a function and its"
   " arguments, or a KernelSpec, with :CASE for one of its cases."
 )
+_OF_CHIP = (
+  "def case(chip): return fn, (x, y), where fn(x, y) runs kernels; or"
+  " def case(): fn(x, y)"
+)
+_OF_ARRAYS = "A function of arrays is for `coremesh explain --arg`."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "target",
     metavar="TARGET",
-    help="an example, such as swap_cores, or MODULE:FUNCTION",
+    help="an example, such as swap_cores; MODULE:NAME or FILE.py:NAME, where"
+    " NAME is a function without arguments, one of a chip that returns a"
+    " function and its arguments, or a spec; FILE.py for its case. Arguments"
+    " without values are ones",
   )
   parser.add_argument(
-    "--chip", default="v5p:2x2x1", help="what an example is simulated on"
+    "--chip", default="v5p:2x2x1", help="what TARGET is simulated on"
   )
   parser.add_argument(
     "--config",
@@ -62,24 +70,24 @@ def working_folder() -> Iterator[None]:
     sys.path.remove("")
 
 
-def loaded(
-  arguments: argparse.Namespace,
-) -> tuple[Callable[..., Any], Any]:
-  """The function that a target names, and its arguments."""
-  target = arguments.target
-  if ":" in target:
-    module, _, name = target.partition(":")
-    return _attribute(_module(module, target), name), ()
-  module = _module(f"examples.{target}", target)
-  case = _attribute(module, "case")
-  config = _config(module, target, arguments.config)
-  chip = chips.chip(arguments.chip)
-  build, args = case(chip, config)
-  return build(chip, chip.device_mesh("device", on="simulator")), args
+def loaded(arguments: argparse.Namespace) -> Program:
+  """The function that a target names, and its arguments, to be simulated."""
+  make = maker(arguments.target, arguments.config, on="simulator")
+  fn, args = make(chips.chip(arguments.chip))
+  return fn, jax.tree.map(_with_value, args)
+
+
+def _with_value(leaf: Any) -> Any:
+  is_type = isinstance(leaf, jax.ShapeDtypeStruct)
+  return jnp.ones(leaf.shape, leaf.dtype) if is_type else leaf
 
 
 def maker(
-  target: str, config: Sequence[str] = (), args: Sequence[Any] = ()
+  target: str,
+  config: Sequence[str] = (),
+  args: Sequence[Any] = (),
+  *,
+  on: _Place = "compiler",
 ) -> Maker:
   """What makes the program that a target names, for chips not there.
 
@@ -90,6 +98,7 @@ def maker(
       A FILE.py alone means its `case`.
     config: changes to the settings of an example, "FIELD=VALUE".
     args: what to give the function NAME, which then may take any number.
+    on: where the devices of an example's mesh are.
 
   Returns:
     A function of a chip. It returns what `cm.compile` takes, a function and a
@@ -98,15 +107,7 @@ def maker(
   Raises:
     UnsupportedError: there is no such target, or it is none of these.
   """
-  place, _, name = target.partition(":")
-  is_file = place.endswith(".py")
-  if name or is_file:
-    module = _file(place) if is_file else _module(place, target)
-    name, _, case_name = name.partition(":")
-    found = _attribute(module, name or "case", _COMPILED_FORMS)
-  else:
-    module = _module(f"examples.{target}", target)
-    case_name, found = "", _attribute(module, "case")
+  module, found, case_name = _named(target)
   if args:
     _num_arguments(found, target)
     return lambda chip: (found, tuple(args))
@@ -120,16 +121,35 @@ def maker(
       " none."
     )
   if wanted == 0:
-    return lambda chip: (found, ())
+    return lambda chip: (_without_result(found, target), ())
   if wanted == 1:
-    return lambda chip: _function_and_arguments(found(chip), target)
-  settings = _config(module, target, config)
+    return lambda chip: _of_chip(found, chip, target)
+  if wanted > 2:
+    raise errors.UnsupportedError(
+      f"TARGET {target!r} takes {wanted} arguments, {_parameters(found)}. Write"
+      f" one that takes a chip or nothing: {_OF_CHIP}. {_OF_ARRAYS}"
+    )
+  with source_files.importable(module):
+    settings = _config(module, target, config)
 
   def of_example(chip: chips.Chip) -> Program:
-    build, args = found(chip, settings)
-    return build(chip, chip.device_mesh("device", on="compiler")), args
+    with source_files.importable(module):
+      build, args = _pair(found(chip, settings), target)
+      return build(chip, chip.device_mesh("device", on=on)), args
 
   return of_example
+
+
+def _named(target: str) -> tuple[Any, Any, str]:
+  """What a target names: its module, the value, and what case of it."""
+  place, _, name = target.partition(":")
+  is_file = place.endswith(".py")
+  if not name and not is_file:
+    module = _module(f"examples.{target}", target)
+    return module, _attribute(module, "case"), ""
+  module = source_files.load(place) if is_file else _module(place, target)
+  name, _, case_name = name.partition(":")
+  return module, _attribute(module, name or "case"), case_name
 
 
 def examples() -> list[str]:
@@ -155,21 +175,78 @@ def _num_arguments(function: Any, target: str) -> int:
   """How many arguments a function must be given."""
   if not callable(function):
     raise errors.UnsupportedError(
-      f"TARGET {target!r} is a {type(function).__name__}. {_COMPILED_FORMS}"
+      f"TARGET {target!r} is a {type(function).__name__}. {_FORMS}"
     )
-  return sum(
-    p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  return len(_required(function))
+
+
+def _required(function: Any) -> list[str]:
+  return [
+    p.name
     for p in inspect.signature(function).parameters.values()
-  )
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
 
 
-def _function_and_arguments(found: Any, target: str) -> Program:
+def _parameters(function: Any) -> str:
+  return f"({', '.join(_required(function))})"
+
+
+def _without_result(function: Any, target: str) -> Callable[[], Any]:
+  """A function without arguments; one that returns a program is refused."""
+  if hasattr(function, "trace"):  # JAX looks at the results of its own.
+    return function
+
+  @functools.wraps(function)
+  def checked():
+    found = function()
+    if any(callable(leaf) for leaf in jax.tree.leaves(found)):
+      raise errors.UnsupportedError(
+        f"TARGET {target!r} takes no chip and returns a function. Only one of"
+        f" a chip returns what is to run: {_OF_CHIP}."
+      )
+    return found
+
+  return checked
+
+
+def _of_chip(
+  found: Callable[..., Any], chip: chips.Chip, target: str
+) -> Program:
+  """What a function of a chip returns, which must fit together."""
+  try:
+    made = found(chip)
+  except errors.CoreMeshError:
+    raise
+  except Exception as error:
+    error.add_note(
+      f"TARGET {target!r} was called with the chip, {chip.name}. It must be"
+      f" like {_OF_CHIP}."
+    )
+    raise
+  fn, args = _pair(made, target)
+  try:
+    inspect.signature(fn).bind(*args)
+  except ValueError:  # Nobody can say what it takes.
+    return fn, args
+  except TypeError as error:
+    what = f"{getattr(fn, '__name__', 'a function')}{_parameters(fn)}"
+    raise errors.UnsupportedError(
+      f"TARGET {target!r} must return a function and a tuple of its arguments;"
+      f" it returned {what} and {len(args)} arguments: {error}. Return what"
+      f" takes the arguments, such as {_OF_CHIP}. A maker of a chip and a mesh"
+      " is for examples, whose case takes a chip and a config."
+    ) from error
+  return fn, args
+
+
+def _pair(found: Any, target: str) -> Program:
   is_pair = isinstance(found, tuple) and len(found) == 2
   if is_pair and callable(found[0]) and isinstance(found[1], tuple | list):
     return found[0], tuple(found[1])
   raise errors.UnsupportedError(
     f"TARGET {target!r} must return a function and a tuple of its arguments;"
-    f" got {type(found).__name__}."
+    f" got {type(found).__name__}. Write {_OF_CHIP}."
   )
 
 
@@ -187,7 +264,17 @@ def _case_of_spec(found: spec.KernelSpec, name: str, target: str) -> Program:
 
 def _config(module: Any, target: str, changes: Sequence[str]) -> Any:
   name = module.__name__.rpartition(".")[2]
-  config = _attribute(_module(f"configs.{name}", target), "get_config")()
+  try:
+    settings = importlib.import_module(f"configs.{name}")
+  except ModuleNotFoundError as error:
+    if not f"configs.{name}.".startswith(f"{error.name}."):
+      raise
+    raise errors.UnsupportedError(
+      f"TARGET {target!r} takes two arguments, as the case of an example does,"
+      f" a chip and the settings of configs/{name}.py; there is no module"
+      f" {error.name!r} here. Write that file, or {_OF_CHIP}. {_OF_ARRAYS}"
+    ) from error
+  config = _attribute(settings, "get_config")()
   for change in changes:
     _set(config, change)
   return config
@@ -216,25 +303,9 @@ def _module(name: str, target: str) -> Any:
     ) from error
 
 
-def _file(path: str) -> Any:
-  """The module in a file, which may import its neighbours."""
-  file = pathlib.Path(path)
-  if not file.is_file():
-    raise errors.UnsupportedError(f"TARGET: there is no file {path!r}.")
-  found = importlib.util.spec_from_file_location(file.stem, file)
-  assert found is not None and found.loader is not None  # It ends in .py.
-  module = importlib.util.module_from_spec(found)
-  sys.path.insert(0, str(file.parent))
-  try:
-    found.loader.exec_module(module)
-  finally:
-    sys.path.remove(str(file.parent))
-  return module
-
-
-def _attribute(module: Any, name: str, forms: str = _FORMS) -> Any:
+def _attribute(module: Any, name: str) -> Any:
   if not hasattr(module, name):
     raise errors.UnsupportedError(
-      f"TARGET: module {module.__name__!r} has no function {name!r}. {forms}"
+      f"TARGET: module {module.__name__!r} has no function {name!r}. {_FORMS}"
     )
   return getattr(module, name)
