@@ -1,6 +1,7 @@
 """Tests of run.report, run.timeline and `coremesh simulate`."""
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 
 import coremesh as cm
 from coremesh.cli import main
-from coremesh.simulate import kernel_timeline, picture, rates
+from coremesh.simulate import kernel_timeline, picture, picture_rows, rates
 from tests import simulating, support
 
 _PS = rates.PS_PER_SECOND
@@ -520,10 +521,33 @@ def _colours(path) -> set[str]:
 def test_the_picture_shows_work_waits_and_copies(tmp_path):
   [path] = _swapped().timeline.save_png(tmp_path / "run.png")
   found = _colours(path)
-  assert {"#0b5cad", "#f7dc9a", "#e8912d"} <= found
-  assert len(found) > 6
+  # Work, both kinds of waiting, and one copy at a time: no mixed colours.
+  assert {"#0b5cad", "#f7dc9a", "#e8912d", "#9ed9c5", "#d0a9cd"} <= found
+  assert found.isdisjoint({"#2c8468", "#7a3578"})
   height, width, _ = image.imread(path).shape
-  assert 400 < height < 1000 < width
+  assert 300 < height < 1000 < width
+
+
+def _with_copies(*spans):
+  """The rows of one worker with copies: start, end, and whether by a link."""
+  [(_, found)] = _swapped().timeline.runs
+  first = found.tracks[0].copies[0]
+  copies = tuple(
+    dataclasses.replace(
+      first, start_ps=a, end_ps=b, link=(0, 1) if by_link else None
+    )
+    for a, b, by_link in spans
+  )
+  track = dataclasses.replace(found.tracks[0], copies=copies)
+  run = dataclasses.replace(found, tracks=(track,))
+  return picture_rows.rows(kernel_timeline.in_sequence([run]))
+
+
+def test_each_kind_of_copy_has_its_own_bars_and_several_at_once_too():
+  [row] = _with_copies((0, 30, False), (10, 20, False), (15, 40, True))
+  assert row.bars["copy"] == [(0, 10), (20, 30)]
+  assert row.bars["copies"] == [(10, 20)]
+  assert (row.bars["link"], row.bars["links"]) == ([(15, 40)], [])
 
 
 def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
@@ -553,10 +577,16 @@ def test_many_workers_that_do_the_same_share_a_row_or_take_pages(tmp_path):
     )
     return kernel_timeline.in_sequence([run])
 
-  [row] = picture._rows(many(256, 0))
+  [row] = picture_rows.rows(many(256, 0))
   assert row.label == "device 0-3, core 0-3, subcore 0-15  (x256)"
-  assert len(picture._rows(many(256, 1))) == 256
-  pages = picture.save(many(66, 1), tmp_path / "many.png")
+  [row] = picture_rows.rows(many(250, 0))
+  assert row.label == "250 of device 0-3, core 0-3, subcore 0-15"
+  # All end within the tolerance of the first, or none of the one before.
+  end_ps = many(1, 0)[0][1].end_ps
+  most_ps = int(end_ps * picture_rows.TOLERANCE)
+  assert len(picture_rows.rows(many(2, most_ps))) == 1
+  assert len(picture_rows.rows(many(256, most_ps + 1))) == 256
+  pages = picture.save(many(66, most_ps + 1), tmp_path / "many.png")
   assert [p.name for p in pages] == ["many.png", "many-2.png"]
   assert all("#0b5cad" in _colours(page) for page in pages)
 

@@ -1,7 +1,6 @@
 """A timeline as a picture. Only this module needs matplotlib."""
 
-from collections.abc import Iterator, Sequence
-import dataclasses
+from collections.abc import Sequence
 import pathlib
 from typing import Any
 
@@ -9,9 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from coremesh.simulate import kernel_timeline, report
+from coremesh.simulate import kernel_timeline, picture_rows
 
-_FOLD_ABOVE = 24
 _MAX_ROWS = 64
 _WIDTH_INCHES = 13.0
 _DPI = 110
@@ -21,34 +19,30 @@ _COLOURS = {
   "compute": "#0b5cad",
   "own": "#f7dc9a",
   "wait": "#e8912d",
-  "copy": "#4caf8e",
-  "link": "#8e4585",
+  "copy": "#9ed9c5",
+  "copies": "#2c8468",
+  "link": "#d0a9cd",
+  "links": "#7a3578",
 }
 _LABELS = {
   "compute": "computing",
   "own": "waiting for its own copy",
   "wait": "waiting for another worker",
-  "copy": "copy in flight, on one device",
-  "link": "copy in flight, to another device",
+  "copy": "a copy in flight on one device",
+  "copies": "several on one device",
+  "link": "a copy in flight to another device",
+  "links": "several to another device",
 }
-# Parts of a row: what the worker does above, its copies below.
-_WORK_TOP, _WORK_HEIGHT = 0.08, 0.46
-_COPY_TOP, _COPY_HEIGHT = 0.58, 0.34
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-  """Workers that do the same at the same times, over all kernels."""
-
-  label: str
-  parts: tuple[tuple[int, kernel_timeline.Track], ...]
+# What a row shows from top to bottom: work, and copies where there are any.
+_LANES = (("compute", "own", "wait"), ("copy", "copies"), ("link", "links"))
+_WORK_HEIGHT, _COPY_HEIGHT, _GAP = 0.46, 0.28, 0.05
 
 
 def save(
   runs: kernel_timeline.Runs, path: pathlib.Path
 ) -> tuple[pathlib.Path, ...]:
   """Draws a timeline; see `Timeline.save_png`."""
-  rows = _rows(runs)
+  rows = picture_rows.rows(runs)
   starts = range(0, max(1, len(rows)), _MAX_ROWS)
   pages = []
   for number, start in enumerate(starts, start=1):
@@ -62,59 +56,28 @@ def save(
   return tuple(pages)
 
 
-def _rows(runs: kernel_timeline.Runs) -> list[_Row]:
-  tracks: dict[tuple[Any, ...], list[tuple[int, kernel_timeline.Track]]] = {}
-  for start, run in runs:
-    for track in run.tracks:
-      tracks.setdefault(track.place, []).append((start, track))
-  order = sorted(tracks, key=lambda place: (place[0], place[1], place[2]))
-  if len(order) <= _FOLD_ABOVE:
-    return [_Row(tracks[p][0][1].name, tuple(tracks[p])) for p in order]
-  alike: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-  for place in order:
-    key = (place[1], *(_shape(s, track) for s, track in tracks[place]))
-    alike.setdefault(key, []).append(place)
-  return [
-    _Row(_label([tracks[p][0][1] for p in places]), tuple(tracks[places[0]]))
-    for places in alike.values()
-  ]
-
-
-def _shape(start: int, track: kernel_timeline.Track) -> tuple[Any, ...]:
-  """What is drawn of a track."""
-  return (
-    start,
-    tuple(_merged(track)),
-    tuple((c.link is None, c.start_ps, c.end_ps) for c in track.copies),
-  )
-
-
-def _label(tracks: Sequence[kernel_timeline.Track]) -> str:
-  text = report.described(tracks)
-  return text.split(": ")[-1] + (
-    f"  (x{len(tracks)})" if len(tracks) > 1 else ""
-  )
-
-
-def _figure(runs, rows: Sequence[_Row], page: str) -> Figure:
+def _figure(runs, rows: Sequence[picture_rows.Row], page: str) -> Figure:
   total = kernel_timeline.seconds(runs)
-  unit, scale = ("us", 1e6) if total < 1e-3 else ("ms", 1e12 / 1e9)
-  per_row = 0.42 if len(rows) <= 16 else 0.3 if len(rows) <= 32 else 0.22
-  notes = _notes(runs)
-  height = per_row * max(1, len(rows)) + 1.5 + 0.16 * len(notes)
+  unit, scale = _unit(total)
+  kinds = [k for k in _COLOURS if any(row.bars[k] for row in rows)]
+  lanes = [lane for lane in _LANES if set(lane) & set(kinds)]
+  tall = 2 * _GAP + sum(map(_height, lanes)) + _GAP * len(lanes)
+  per_unit = 0.46 if len(rows) <= 16 else 0.32 if len(rows) <= 32 else 0.24
+  notes = _notes(runs, rows)
+  height = per_unit * tall * max(1, len(rows)) + 1.5 + 0.16 * len(notes)
   figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
   axes = figure.add_subplot()
   per_ps = scale * 1e-12
   for number, row in enumerate(rows):
-    _draw(axes, number, row, per_ps)
-  axes.set_ylim(max(1, len(rows)), 0)
+    _draw(axes, number * tall, row, lanes, per_ps)
+  axes.set_ylim(max(1, len(rows)) * tall, 0)
   axes.set_xlim(0, max(total * scale, 1e-9))
-  axes.set_yticks([n + 0.5 for n in range(len(rows))])
+  axes.set_yticks([(n + 0.5) * tall for n in range(len(rows))])
   size = 9 if len(rows) <= 32 else 7.5
   axes.set_yticklabels([row.label for row in rows], fontsize=size)
   axes.tick_params(axis="y", length=0)
   for number in range(1, len(rows)):
-    axes.axhline(number, color="#d9d9d9", linewidth=0.5, zorder=0)
+    axes.axhline(number * tall, color="#d9d9d9", linewidth=0.5, zorder=0)
   _mark_kernels(axes, runs, per_ps)
   axes.grid(axis="x", color="#e6e6e6", linewidth=0.5, zorder=0)
   axes.set_axisbelow(True)
@@ -122,60 +85,47 @@ def _figure(runs, rows: Sequence[_Row], page: str) -> Figure:
     axes.spines[side].set_visible(False)
   axes.set_xlabel(f"modelled time, {unit}")
   below = 0.62 + 0.16 * len(notes)
+  longest = max((len(row.label) for row in rows), default=0)
   figure.subplots_adjust(
-    left=0.2,
+    left=(0.3 + 0.0073 * size * longest) / _WIDTH_INCHES,
     right=0.985,
     top=1 - 0.74 / height,
     bottom=below / height,
   )
-  _head(figure, runs, page, height)
+  _head(figure, runs, kinds, page, height)
   for line, text in enumerate(notes):
     y = (0.06 + 0.16 * (len(notes) - 1 - line)) / height
     figure.text(0.012, y, text, fontsize=7, color="#555555")
   return figure
 
 
-def _draw(axes: Any, number: int, row: _Row, per_ps: float) -> None:
-  bars: dict[str, list[tuple[float, float]]] = {k: [] for k in _COLOURS}
-  for start, track in row.parts:
-    for kind, begin, end in _merged(track):
-      bars[kind].append(((start + begin) * per_ps, (end - begin) * per_ps))
-    for copy in track.copies:
-      kind = "copy" if copy.link is None else "link"
-      span = (start + copy.start_ps) * per_ps
-      bars[kind].append((span, (copy.end_ps - copy.start_ps) * per_ps))
-  for kind, spans in bars.items():
-    is_copy = kind in ("copy", "link")
-    top = _COPY_TOP if is_copy else _WORK_TOP
-    height = _COPY_HEIGHT if is_copy else _WORK_HEIGHT
-    axes.broken_barh(
-      spans,
-      (number + top, height),
-      facecolors=_COLOURS[kind],
-      # Copies overlap: where several are in flight it is darker.
-      alpha=0.55 if is_copy else 1.0,
-      linewidth=0,
-      zorder=3 if kind == "compute" else 2,
-    )
+def _unit(seconds: float) -> tuple[str, float]:
+  """A unit of time, and how many of it a second has."""
+  return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 
-def _merged(track: kernel_timeline.Track) -> Iterator[tuple[str, int, int]]:
-  """Intervals of computing and waiting, neighbours of a kind as one."""
-  last: tuple[str, int, int] | None = None
-  for interval in track.intervals:
-    if interval.end_ps == interval.start_ps:
-      continue
-    kind = "compute"
-    if interval.kind == "wait":
-      kind = "own" if track.waits_for_itself(interval) else "wait"
-    if last is not None and last[0] == kind and last[2] == interval.start_ps:
-      last = (kind, last[1], interval.end_ps)
-      continue
-    if last is not None:
-      yield last
-    last = (kind, interval.start_ps, interval.end_ps)
-  if last is not None:
-    yield last
+def _height(lane: Sequence[str]) -> float:
+  return _WORK_HEIGHT if "compute" in lane else _COPY_HEIGHT
+
+
+def _draw(
+  axes: Any,
+  top: float,
+  row: picture_rows.Row,
+  lanes: Sequence[Sequence[str]],
+  per_ps: float,
+) -> None:
+  top += _GAP
+  for lane in lanes:
+    for kind in lane:
+      axes.broken_barh(
+        [(a * per_ps, (b - a) * per_ps) for a, b in row.bars[kind]],
+        (top + _GAP, _height(lane)),
+        facecolors=_COLOURS[kind],
+        linewidth=0,
+        zorder=3 if kind == "compute" else 2,
+      )
+    top += _height(lane) + _GAP
 
 
 def _mark_kernels(axes: Any, runs: kernel_timeline.Runs, per_ps: float) -> None:
@@ -185,7 +135,9 @@ def _mark_kernels(axes: Any, runs: kernel_timeline.Runs, per_ps: float) -> None:
     axes.axvline(start * per_ps, color="#333333", linewidth=0.8, zorder=4)
 
 
-def _head(figure: Figure, runs, page: str, height: float) -> None:
+def _head(
+  figure: Figure, runs, kinds: Sequence[str], page: str, height: float
+) -> None:
   kernels = ", ".join(dict.fromkeys(run.kernel for _, run in runs))
   if len(kernels) > 80:
     kernels = kernels[:77] + "..."
@@ -200,21 +152,32 @@ def _head(figure: Figure, runs, page: str, height: float) -> None:
   )
   figure.legend(
     handles=[
-      Patch(facecolor=colour, label=_LABELS[kind])
-      for kind, colour in _COLOURS.items()
+      Patch(facecolor=_COLOURS[kind], label=_LABELS[kind]) for kind in kinds
     ],
     loc="upper left",
     bbox_to_anchor=(0.006, 1 - 0.38 / height),
-    ncols=len(_COLOURS),
+    ncols=max(1, len(kinds)),
     frameon=False,
     fontsize=9,
     borderaxespad=0.2,
   )
 
 
-def _notes(runs: kernel_timeline.Runs) -> list[str]:
+def _notes(
+  runs: kernel_timeline.Runs, rows: Sequence[picture_rows.Row]
+) -> list[str]:
+  texts = list(kernel_timeline.assumptions(runs))
+  if len(rows) < len({t.place for _, run in runs for t in run.tracks}):
+    unit, scale = _unit(kernel_timeline.seconds(runs))
+    within = picture_rows.tolerance_seconds(runs) * scale
+    texts.insert(
+      0,
+      "Workers that do the same share a row, which shows the first of them: no"
+      f" two times differ by more than {picture_rows.TOLERANCE:.1%} of the"
+      f" whole, {within:.2g} {unit}.",
+    )
   lines: list[str] = []
-  for text in kernel_timeline.assumptions(runs):
+  for text in texts:
     if lines and len(lines[-1]) + len(text) < 190:
       lines[-1] += " " + text
     else:

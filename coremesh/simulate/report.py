@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import io
+import math
 import re
 from typing import Any
 
@@ -231,15 +232,21 @@ def _assumptions(runs) -> list[str]:
 def described(tracks: Sequence[kernel_timeline.Track]) -> str:
   """Workers in words: "device 0, core 1", or "4 TensorCores: device 0-3, ..."
 
-  Of several, each axis says which of it they have.
+  Of several, each axis says which of it they have: "4 TensorCores of device
+  0-3, ..." if they are not all that have these.
   """
   if len(tracks) == 1:
     return tracks[0].name
   axes = [str(axis) for axis, _ in tracks[0].coords]
-  parts = [f"device {_numbers([track.device for track in tracks])}"]
-  for i, axis in enumerate(axes):
-    parts.append(f"{axis} {_numbers([track.coords[i][1] for track in tracks])}")
-  return f"{_count(len(tracks), tracks[0].kind)}: {', '.join(parts)}"
+  columns = [[track.device for track in tracks]]
+  columns += [[t.coords[i][1] for t in tracks] for i in range(len(axes))]
+  parts = [
+    f"{axis} {_numbers(column)}"
+    for axis, column in zip(["device", *axes], columns, strict=True)
+  ]
+  is_all = math.prod(len(set(c)) for c in columns) == len(tracks)
+  between = ": " if is_all else " of "
+  return f"{_count(len(tracks), tracks[0].kind)}{between}{', '.join(parts)}"
 
 
 def _numbers(values: Sequence[int]) -> str:
