@@ -38,6 +38,9 @@ import coremesh as cm
 _QUICK = flags.DEFINE_bool(
   "quick", False, "Leave out what takes JAX's interpreter minutes."
 )
+_ONLY = flags.DEFINE_string(
+  "only", None, "Only the cases with this in their name, such as subcores."
+)
 _JSON = flags.DEFINE_string(
   "json", "benchmarks/out/simulator.json", "Where to write the figures."
 )
@@ -381,8 +384,13 @@ def main(argv: Sequence[str]) -> None:
     _matmul(chip),
     _all_gather(chip),
   ]
+  if _ONLY.value is not None:
+    names = ", ".join(case.name for case in cases)
+    cases = [case for case in cases if _ONLY.value in case.name]
+    if not cases:
+      raise app.UsageError(f"--only must be a part of one of: {names}.")
   rows = [_compare(case, console) for case in cases]
-  linear = _linear(chip)
+  linear = _linear(chip) if _ONLY.value is None else []
   console.print(_table(rows))
   console.print(
     f"Wall-clock seconds of a call; steady is the median of {_RUNS} calls after"
