@@ -140,7 +140,7 @@ def test_a_kernel_that_is_refused_has_its_ledger_and_the_rule(target, capsys):
   assert main.main(words) == 2
   out, err = capsys.readouterr()
   assert re.search(r"large_vmem +float32\[8192x4096\] +134,217,728", out)
-  assert "A buffer must fit the vmem of a core" in err
+  assert "128.00M are needed without blocks, 64.00M are there" in err
   assert "mine.py:" in err
   assert main.main([*words, "--json"]) == 2
   assert capsys.readouterr().out == ""

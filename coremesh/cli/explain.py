@@ -124,9 +124,9 @@ def _explained(
     fn, args = _made(make, chip)
     try:
       return explain(fn, *args, chip=chip, progress=shown)
-    except errors.CompileError:
+    except errors.CompileError as error:
       if not arguments.json:
-        _print_ledgers(fn, args, chip)
+        _print_ledgers(fn, args, chip, said=str(error))
       raise
 
 
@@ -142,14 +142,15 @@ def _made(make: targets.Maker, chip: chips.Chip) -> targets.Program:
     raise
 
 
-def _print_ledgers(fn: Any, args: Any, chip: chips.Chip) -> None:
+def _print_ledgers(fn: Any, args: Any, chip: chips.Chip, *, said: str) -> None:
   """What a refused program would have held, where that can be said."""
   try:
     found = aot.ledgers(fn, *args, chip=chip)
   except Exception:  # What is wrong with it is about to be said.
     return
   for ledger in found:
-    print(ledger)
+    if str(ledger) not in said:
+      print(ledger)
 
 
 def _folder(name: str) -> pathlib.Path:

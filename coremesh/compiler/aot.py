@@ -1,6 +1,6 @@
 """Ahead-of-time compilation by libtpu, with no TPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import importlib.util
@@ -98,6 +98,11 @@ def compile(  # pylint: disable=redefined-builtin
   kernels = tuple(usage.of_program(jaxpr))
   _check_cores(kernels, target.chip, jaxpr)
   words = libtpu_flags.words(flags or {})
+  predicted = ()
+  if target.chip is not None:
+    limit = libtpu_flags.scoped_vmem_bytes(words)
+    predicted = ledger.of_program(jaxpr, target.chip, vmem_limit_bytes=limit)
+  _check_vmem(predicted, jaxpr)
   request = {
     "module": lowered.module,
     "options": lowered.options(target.device_ids),
@@ -111,13 +116,9 @@ def compile(  # pylint: disable=redefined-builtin
   found = disk.get(key)
   answer = found
   if answer is None:
-    answer = _ask(request, words, timeout_seconds, jaxpr)
+    answer = _ask(request, words, timeout_seconds, jaxpr, predicted)
     disk.put(key, answer)
   texts = [dumps.Texts(**fields) for fields in answer["operations"]]
-  predicted = ()
-  if target.chip is not None:
-    limit = libtpu_flags.scoped_vmem_bytes(words)
-    predicted = ledger.of_program(jaxpr, target.chip, vmem_limit_bytes=limit)
   return Compiled(
     chip=target.name,
     num_devices=lowered.num_devices,
@@ -277,6 +278,16 @@ def _check_cores(
       raise failures.of_cores(kernel.name, asked, chip=chip, source=line)
 
 
+def _check_vmem(
+  predicted: Sequence[ledger.Ledger], jaxpr: jex_core.Jaxpr
+) -> None:
+  for one in predicted:
+    has = chips.chip(one.chip).vmem_bytes_per_tensor_core
+    if not one.is_sparse and one.least_vmem_bytes > has:
+      line = sites.line_of(f":: {one.kernel}", sites.of_program(jaxpr))
+      raise failures.of_vmem(one, line)
+
+
 def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
   return errors.UnsupportedError(
     f"fn was compiled for {platforms} devices. Make it over a mesh"
@@ -333,6 +344,7 @@ def _ask(
   flags: tuple[str, ...],
   seconds: float,
   jaxpr: jex_core.Jaxpr,
+  predicted: Sequence[ledger.Ledger],
 ) -> dict[str, Any]:
   check_compiler()
   try:
@@ -347,6 +359,7 @@ def _ask(
       seconds=seconds,
       flags=flags,
       with_empty=next(iter(empty), None),
+      ledgers=predicted,
     )
   if "no_chip" in answer:
     raise errors.ChipError(answer["no_chip"])

@@ -7,6 +7,7 @@ import signal
 
 from coremesh import chips, errors
 from coremesh.compiler import rules, workers
+from coremesh.compiler.ledger import Ledger
 
 # What libtpu writes of a program of a few kernels, and some room.
 _LEAST_FREE_BYTES = 8 * 2**20
@@ -71,12 +72,38 @@ def of_cores(
   )
 
 
+def of_vmem(found: Ledger, source: str | None) -> errors.CompileError:
+  """The error for buffers beyond the VMEM of a core.
+
+  libtpu finds that out last, after minutes if the buffers are used as a whole.
+  """
+  has = chips.chip(found.chip).vmem_bytes_per_tensor_core
+  asked = found.least_vmem_bytes
+  largest = sorted(found.least_vmem_entries, key=lambda e: -e.amount_per_core)
+  return errors.CompileError(
+    rule=(
+      "What a kernel holds in VMEM at once must fit the VMEM of a core:"
+      f" {asked / 2**20:.2f}M are needed without blocks, {has / 2**20:.2f}M are"
+      " there."
+    ),
+    advice=(
+      "Use smaller buffers, or keep them in HBM and copy parts of them in."
+    ),
+    source=source,
+    original="not asked. The largest buffers: "
+    + ", ".join(
+      f"{e.name} {e.amount_per_core / 2**20:.2f}M" for e in largest[:5]
+    ),
+  )
+
+
 def of_silence(
   silence: workers.Silence,
   *,
   seconds: float,
   flags: Sequence[str],
   with_empty: str | None,
+  ledgers: Sequence[Ledger],
 ) -> errors.CompileError:
   """The error for a worker that gave no answer.
 
@@ -85,8 +112,9 @@ def of_silence(
     seconds: how long it might take.
     flags: of libtpu.
     with_empty: the line of a kernel with an operand of no elements, if any.
+    ledgers: what the kernels hold.
   """
-  source = None
+  source, original = None, silence.output.strip()
   unknown = re.search(r"Unknown command line flag '(\w+)'", silence.output)
   if silence.is_late:
     rule = f"The compiler must end within timeout_seconds={seconds:g}."
@@ -94,6 +122,8 @@ def of_silence(
       "It was ended. Give it more, or make the program smaller: long unrolled"
       " loops and large vectors outside a grid take it longest."
     )
+    held = "\n".join(map(str, ledgers))
+    original += f"\nWhat the kernels hold, as predicted:\n{held}"
   elif unknown:
     rule = f"libtpu has no flag {unknown[1]!r}."
     advice = f"Leave it out; flags were {' '.join(flags) or 'none'}."
@@ -114,7 +144,7 @@ def of_silence(
     rule = f"libtpu must not end the process that holds it; {_end(silence)}."
     advice = _ADVICE_AFTER_CRASH
   return errors.CompileError(
-    rule=rule, advice=advice, source=source, original=silence.output.strip()
+    rule=rule, advice=advice, source=source, original=original
   )
 
 

@@ -96,6 +96,20 @@ class Ledger:
     return sum(e.amount_per_core for e in self.entries if e.memory == memory)
 
   @property
+  def least_vmem_entries(self) -> list[Entry]:
+    """The buffers of VMEM it must have: no blocks, which XLA may hold."""
+    return [
+      e
+      for e in self.entries
+      if e.memory == "VMEM" and e.is_used and not e.is_block
+    ]
+
+  @property
+  def least_vmem_bytes(self) -> int:
+    """VMEM without which it cannot run."""
+    return sum(e.amount_per_core for e in self.least_vmem_entries)
+
+  @property
   def expected_vmem_bytes(self) -> int:
     """Predicted VMEM, corrected by what compilation tells.
 
