@@ -295,7 +295,7 @@ _ARRAYS = {
   "1000x777 f32": ((1000, 777), jnp.float32),
   "67108864 f32": ((2**26,), jnp.float32),
 }
-SPECS = tuple(
+SPECS = ADD, SCALE = tuple(
   costs.memory_bound_spec(
     functools.partial(elementwise, fn),
     functools.partial(elementwise_reference, fn),

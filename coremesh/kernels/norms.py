@@ -284,7 +284,7 @@ def _cases(num_vectors: int) -> dict[str, spec.Case]:
   }
 
 
-SPECS = (
+SPECS = LAYER_NORM, RMS_NORM = (
   costs.memory_bound_spec(
     layer_norm,
     layer_norm_reference,

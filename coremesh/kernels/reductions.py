@@ -249,7 +249,7 @@ _ARRAYS = {
   "67108864 f32": costs.case((2**26,)),
   "1000x777 f32 axis 0": costs.case((1000, 777), axis=0),
 }
-SPECS = tuple(
+SPECS = SUM, MEAN, MAX = tuple(
   costs.memory_bound_spec(
     function, reference, name=name, cases=_ARRAYS, flops_per_element=1
   )

@@ -270,7 +270,7 @@ _ROWS = {
   "1000x777 f32": costs.case((1000, 777)),
   "64x1048576 f32": costs.case((64, 2**20)),
 }
-SPECS = tuple(
+SPECS = SOFTMAX, LOG_SOFTMAX = tuple(
   costs.memory_bound_spec(
     function,
     reference,
