@@ -133,6 +133,39 @@ def test_takes_a_plain_pallas_kernel():
   assert found.usage.vmem_bytes_per_core == 16 * 128 * 4
 
 
+def _twice(x_ref, o_ref):
+  o_ref[...] = x_ref[...] * 2
+
+
+@pytest.mark.parametrize(
+  ("options", "name"), [({}, "_twice"), ({"name": "other"}, "other")]
+)
+def test_a_pallas_call_is_a_kernel_by_one_name_everywhere(options, name):
+  x = jax.ShapeDtypeStruct((32, 128), _F32)
+  spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+  specs = dict(in_specs=[spec], out_specs=spec)
+  fn = lambda x: pl.pallas_call(
+    _twice, out_shape=x, grid=(4,), **specs, **options
+  )(x)
+  compiled = cm.compile(fn, x, chip="v5p")
+  [kernel] = compiled.kernels
+  assert kernel.usage.vmem_bytes_per_core == 2 * 2 * 8 * 128 * 4
+  assert kernel.meshes == () and not kernel.is_simulated
+  [predicted] = cm.predict(compiled).kernels
+  [ledger] = compiled.ledgers
+  with cm.simulation() as run:
+    np.asarray(fn(jnp.ones(x.shape)))
+  names = [kernel.name, predicted.kernel, ledger.kernel, run.runs[0].kernel]
+  assert names == [name] * 4
+
+
+def test_a_pallas_call_that_is_interpreted_is_no_kernel_of_the_tpu():
+  x = jax.ShapeDtypeStruct((8, 128), _F32)
+  fn = pl.pallas_call(_twice, out_shape=x, interpret=True)
+  compiled = cm.compile(fn, x, chip="v5p")
+  assert compiled.kernels == () and compiled.code_bytes
+
+
 def test_takes_a_program_without_a_kernel():
   x = jax.ShapeDtypeStruct((16, 128), _F32)
   compiled = cm.compile(_over(lambda x: x + 1, "v5p"), x)

@@ -1,6 +1,5 @@
 """What a traced kernel holds on each core: memories and semaphores."""
 
-from collections.abc import Iterable
 import dataclasses
 import math
 from typing import Any
@@ -9,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
 
 from coremesh import _compat, tiles
+from coremesh._compat import aot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class KernelUsage:
   """One kernel launch of a program.
 
   Attributes:
-    name: the kernel's name.
-    meshes: the cores it runs on.
+    name: the kernel's name, or that of its body.
+    meshes: the cores it runs on; () for a `pl.pallas_call`.
     usage: what each of them holds.
     uses_barrier: whether it uses the barrier semaphore.
     collective_id: which one.
@@ -70,25 +70,38 @@ def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
     jaxpr: for instance `jax.jit(fn).trace(*args).jaxpr.jaxpr`.
   """
   return [
-    _of_kernel(eqn.params)
+    _of_kernel(eqn)
     for eqn in _compat.walk(jaxpr)
-    if eqn.primitive.name == _compat.KERNEL_PRIMITIVE
+    if eqn.primitive.name in aot.KERNEL_PRIMITIVES and not _is_of_xla(eqn)
   ]
 
 
-def _of_kernel(params: dict[str, Any]) -> KernelUsage:
+def _is_of_xla(eqn: jex_core.JaxprEqn) -> bool:
+  """Whether JAX makes operations of XLA's of it: pallas_call, interpreted."""
+  is_call = eqn.primitive.name != _compat.KERNEL_PRIMITIVE
+  return is_call and bool(eqn.params["interpret"])
+
+
+def _of_kernel(eqn: jex_core.JaxprEqn) -> KernelUsage:
+  params = eqn.params
+  meshes = tuple(params.get("meshes") or ())
+  bodies = aot.kernel_bodies(eqn)
   usage, uses_barrier = Usage(), False
-  for mesh, jaxpr in zip(params["meshes"], params["jaxprs"], strict=True):
-    avals = [v.aval for v in jaxpr.invars]
+  for mesh, jaxpr in zip(meshes or (None,), bodies, strict=True):
     # Every body is passed the scratch of all; it holds that of its own mesh.
-    own = _of_refs(
-      a for a in avals if _compat.core_mesh_of_type(a) in (None, mesh)
+    own = sum(
+      (
+        _of_ref(v.aval, copies=aot.windows(eqn).get(number))
+        for number, v in enumerate(jaxpr.invars)
+        if _compat.core_mesh_of_type(v.aval) in (None, mesh)
+      ),
+      start=Usage(),
     )
     usage = usage | (own + peak_of_scopes(jaxpr))
     uses_barrier |= _compat.count_barrier_semaphores(jaxpr) > 0
   return KernelUsage(
-    name=params["name"] or "kernel",
-    meshes=params["meshes"],
+    name=aot.body_name(eqn),
+    meshes=meshes,
     usage=usage,
     uses_barrier=uses_barrier,
     collective_id=getattr(params["compiler_params"], "collective_id", None),
@@ -102,23 +115,25 @@ def peak_of_scopes(jaxpr: jex_core.Jaxpr) -> Usage:
   for eqn in jaxpr.eqns:
     held = Usage()
     if eqn.primitive.name == "run_scoped":
-      held = _of_refs(v.aval for v in eqn.params["jaxpr"].invars)
+      for v in eqn.params["jaxpr"].invars:
+        held += _of_ref(v.aval)
     for inner in _compat.inner_jaxprs(eqn):
       peak = peak | (held + peak_of_scopes(inner))
   return peak
 
 
-def _of_refs(avals: Iterable[Any]) -> Usage:
-  total = Usage()
-  for aval in avals:
-    space = _compat.memory_space_of_type(aval)
-    if space == pltpu.VMEM:
-      total += Usage(vmem_bytes_per_core=padded_bytes(aval))
-    elif space == pltpu.SMEM:
-      total += Usage(smem_bytes_per_core=padded_bytes(aval))
-    elif space == pltpu.SEMAPHORE:
-      total += Usage(semaphores_per_core=math.prod(aval.shape))
-  return total
+def _of_ref(aval: Any, *, copies: int | None = None) -> Usage:
+  """What a buffer takes; `copies` is how many are held of a block."""
+  space = _compat.memory_space_of_type(aval)
+  if copies is not None and aot.is_default_space(space):
+    space = pltpu.VMEM
+  if space == pltpu.VMEM:
+    return Usage(vmem_bytes_per_core=padded_bytes(aval) * (copies or 1))
+  if space == pltpu.SMEM:
+    return Usage(smem_bytes_per_core=padded_bytes(aval) * (copies or 1))
+  if space == pltpu.SEMAPHORE:
+    return Usage(semaphores_per_core=math.prod(aval.shape))
+  return Usage()
 
 
 def padded_bytes(aval: Any) -> int:
