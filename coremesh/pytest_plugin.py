@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 _SEED = "_coremesh_seed"
+_CHECK = pytest.StashKey[Any]()
 _HAS_FAILED = pytest.StashKey[bool]()
 _REPORT = pytest.StashKey[Any]()
 
@@ -55,12 +56,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(_SEED, range(seeds), ids=ids)
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+  """Fails the test, and not its end, for what its kernels did."""
+  try:
+    result = yield
+    if check := item.stash.get(_CHECK, None):
+      check()
+  except pytest.skip.Exception:
+    raise  # What went wrong before is told when the test is left.
+  except BaseException:
+    item.stash[_HAS_FAILED] = True
+    raise
+  return result
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
   """Adds what the simulator found to the report of a test that failed."""
   report: Any = yield
-  if report.when == "call":
-    item.stash[_HAS_FAILED] = report.failed
   describe = item.stash.get(_REPORT, None)
   if report.failed and describe is not None:
     report.sections.append(("coremesh simulation", describe()))
@@ -90,5 +104,6 @@ def simulation(
   with testing.simulated_test(
     seed=seed, races=races, has_failed=lambda: stash.get(_HAS_FAILED, False)
   ) as run:
+    stash[_CHECK] = lambda: testing.check(run)
     stash[_REPORT] = lambda: testing.report(run, seed=seed, races=races)
     yield run

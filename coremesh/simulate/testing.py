@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 import contextlib
 
+import jax
+
 from coremesh.simulate import repeat
 from coremesh.simulate.findings import error_of
 from coremesh.simulate.params import SimulatorParams, reset
@@ -34,8 +36,22 @@ def simulated_test(
     if has_failed():
       reset()  # What its kernels raised has been told.
       return
+  check(session)
+
+
+def check(session: Simulation) -> None:
+  """Waits for the kernels of a session.
+
+  Raises:
+    SimulationError, DeadlockError: one of them did wrong, even if what it
+      raised was caught.
+  """
+  try:
+    jax.effects_barrier()
+  except Exception as error:
+    raise session.error() or error from error
   faults = [f for f in session.findings if not f.is_warning]
-  if faults:  # The test has caught what its kernel raised.
+  if faults:
     raise error_of(faults)
 
 
