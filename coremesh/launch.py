@@ -16,6 +16,8 @@ from coremesh import place as places
 type Route = Literal["kernel", "core_map"]
 
 _LINKS = "coremesh_links"
+_COPY, _NEIGHBOUR = "cm.copy", "cm.neighbour_barrier"
+_SEND, _RECEIVE = "cm.put send", "cm.put receive"
 _SIDE_EFFECTING = pltpu.SideEffectType.SIDE_EFFECTING
 
 
@@ -172,12 +174,14 @@ class Kernel:
     scratch = shapes.resolve_scratch(self.scratch, avals, self.cores)
     if not self._has_links:
       return scratch
-    pair = (pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA)
-    links = (
-      pltpu.SemaphoreType.DMA,
-      pltpu.SemaphoreType.REGULAR,
-      (pair,) * self.num_links,
-    )
+    dma = pltpu.SemaphoreType.DMA
+    # The simulator's findings call each by its key.
+    links = {
+      _COPY: dma,
+      _NEIGHBOUR: pltpu.SemaphoreType.REGULAR,
+      _SEND: (dma,) * self.num_links,
+      _RECEIVE: (dma,) * self.num_links,
+    }
     if isinstance(scratch, Mapping):
       if _LINKS in scratch:
         raise errors.ShapeError(f"scratch must not be named {_LINKS!r}.")
@@ -189,19 +193,21 @@ class Kernel:
     return len(self.meshes) == 1  # Of several, a scratch belongs to one.
 
   def _traced_body(self, body, mesh, scopes, types, *refs, **named_refs) -> Any:
-    copy_sem, neighbour_sem, links = None, None, ()
+    given: Mapping[str, Any] = {}
     if self._has_links:
       if _LINKS in named_refs:
-        copy_sem, neighbour_sem, links = named_refs.pop(_LINKS)
+        given = named_refs.pop(_LINKS)
       else:
-        *refs, (copy_sem, neighbour_sem, links) = refs
+        *refs, given = refs
     here = scope.KernelScope(
       name=self.name,
       core_axes=tuple(mesh.shape),
-      copy_sem=copy_sem,
-      links=links,
+      copy_sem=given.get(_COPY),
+      links=tuple(
+        zip(given.get(_SEND, ()), given.get(_RECEIVE, ()), strict=True)
+      ),
       num_links=self.num_links,
-      neighbour_sem=neighbour_sem,
+      neighbour_sem=given.get(_NEIGHBOUR),
     )
     scopes.append(here)
     arrays = [

@@ -84,9 +84,29 @@ def test_a_barrier_that_another_implies_survives_its_deletion():
   told = str(report).splitlines()
   assert told[0].endswith("mutants caught.")
   assert told[1] == "Nobody noticed:"
-  assert told[2:] == [f"  {mutant}" for mutant in report.survivors]
+  assert told[2:-2] == [f"  {mutant}" for mutant in report.survivors]
+  assert told[-2] == "#2 is the second operation that its line makes."
+  assert told[-1].endswith("print(report.table()).")
+  rows = report.table().splitlines()
+  assert len(rows) == len(report.mutants)
+  for row, mutant in zip(rows, report.mutants, strict=True):
+    assert row.startswith(f"{mutant} ")
+    assert row.endswith(mutant.caught_by or "  nobody noticed")
   assert f"  {min(barriers)} delete line" in told
   assert not cm.mutate(_met(), _X).survivors
+
+
+def test_semaphores_that_coremesh_adds_are_named_for_what_uses_them():
+  report = cm.mutate(_met(), _X, seeds=1)
+  operations = {m.operation for m in report.mutants}
+  assert {
+    "wait for the copy of 'cm.copy'",
+    "wait for the copy of 'cm.put send[0]'",
+    "wait for the copy of 'cm.put receive[0]'",
+  } <= operations
+  assert "coremesh_" not in report.table() + "".join(
+    m.detail for m in report.mutants
+  )
 
 
 def test_each_operation_is_deleted_doubled_and_sent_elsewhere():

@@ -60,7 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _table(
   kernel: str, mutants: Sequence[mutate.Mutant], allowed: Sequence[bool]
 ) -> Table:
-  table = Table(title=f"Mutants of kernel {kernel}", title_justify="left")
+  table = Table(
+    title=f"Mutants of kernel {kernel}",
+    title_justify="left",
+    caption="#2: the second operation that the line makes",
+    caption_justify="left",
+  )
   for name in ("line", "#", "operation", "change", "caught by"):
     table.add_column(name, no_wrap=name in ("line", "#", "change"))
   for mutant, may in zip(mutants, allowed, strict=True):
@@ -70,7 +75,7 @@ def _table(
     table.add_row(
       mutant.place,
       "all" if is_line else f"#{mutant.ordinal}",
-      "" if is_line else mutant.operation,
+      "" if is_line else mutant.brief_operation,
       mutant.change,
       mutant.caught_by or _survival(mutant, may),
     )

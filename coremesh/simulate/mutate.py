@@ -44,12 +44,17 @@ class Mutant:
     """The file and line: "swap.py:12"."""
     return self.line.split(" ")[0]
 
+  @property
+  def brief_operation(self) -> str:
+    """The operation in few words: "DMA wait 'sem'"."""
+    return self.operation.replace("wait for the copy of", "DMA wait")
+
   def __str__(self) -> str:
     if self.change == "delete line":
       return f"{self.place} delete line"
     never = "" if self.is_reached else ", where no worker comes"
     change = f"#{self.ordinal} {self.change}"
-    return f"{self.place} {change} ({self.operation}{never})"
+    return f"{self.place} {change} ({self.brief_operation}{never})"
 
   def is_named_by(self, words: str) -> bool:
     """Whether words such as "swap.py:12 delete" name it.
@@ -89,7 +94,19 @@ class MutationReport:
     lines = [f"{self.name}: {caught} of {len(self.mutants)} mutants caught."]
     if self.survivors:
       lines += ["Nobody noticed:", *(f"  {m}" for m in self.survivors)]
+    if any(m.change != "delete line" for m in self.survivors):
+      lines.append("#2 is the second operation that its line makes.")
+    lines.append("All of them, with what caught each: print(report.table()).")
     return "\n".join(lines)
+
+  def table(self) -> str:
+    """A line for each mutant: what it is, and who caught it."""
+    names = [str(m) for m in self.mutants]
+    width = max(map(len, names), default=0)
+    return "\n".join(
+      f"{name:{width}}  {m.caught_by or 'nobody noticed'}"
+      for name, m in zip(names, self.mutants, strict=True)
+    )
 
 
 def mutate(

@@ -223,12 +223,15 @@ def _function(name: str, source: str, constants: Mapping[str, Any]) -> Any:
 
 
 def _operand_name(kernel: kernel_ir.KernelProgram, index: int) -> str:
-  """What the user calls an operand: `x_hbm`, or "input 0" if it has no name."""
+  """What the user calls an operand: `x_hbm`, or "input 0" if it has no name.
+
+  Of what is in a dict it is the key.
+  """
   names = kernel.jaxprs[0].debug_info.arg_names or ()
   if kernel.grid is not None:  # The body is not given the sizes of the grid.
     names = (*[""] * kernel.grid.num_dynamic_grid_bounds, *names)
   name = names[index] if index < len(names) else ""
-  if by_key := re.search(r"\['(\w+)'\]((\[\d+\])*)$", name):
+  if by_key := re.search(r"\['([\w. ]+)'\]((\[\d+\])*)$", name):
     return by_key[1] + by_key[2]
   if name and not name.startswith(("args", "refs")):
     return name
