@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -103,6 +104,14 @@ def test_a_kernel_that_is_slowed_is_caught(changes, recorded):
   assert "1 of 1 got worse" in printed
   before = json.loads(_golden().read_text())["figures"]["operations"][0]
   assert f"{before['cycles']:,} -> " in printed
+  change = re.search(r"([\d,]+) -> ([\d,]+) \((\+\d+\.\d%)\)", printed)
+  assert change is not None
+  old, new = (int(n.replace(",", "")) for n in change.groups()[:2])
+  assert change[3] == f"{new / old - 1:+.1%}"
+  times = re.search(r" (\d+\.\d+) -> (\d+\.\d+) ", printed)
+  assert times is not None  # The same clock, so in the same ratio.
+  ratio = float(times[2]) / float(times[1])
+  assert ratio == pytest.approx(new / old, rel=2e-3)  # four digits each
 
 
 def test_a_kernel_that_is_faster_passes_though_not_if_it_takes_more_vmem(

@@ -81,6 +81,8 @@ def _verdicts(before, now, **options):
     (dict(cycles=None), Verdict.NOT_PREDICTED, True),
     (dict(vmem_bytes_per_core=4097), Verdict.MORE_VMEM, True),
     (dict(vmem_bytes_per_core=4095), Verdict.SAME, False),
+    (dict(code="other", bundles=110), Verdict.SAME, False),
+    (dict(code="other", bundles=111), Verdict.LONGER_CODE, False),
     (dict(figures=None, refusal="no"), Verdict.COMPILE_BREAK, True),
   ],
 )
@@ -115,6 +117,14 @@ def test_several_things_may_be_said_of_one_kernel():
   [row] = compare.compare(_golden(), now)
   assert row.verdicts == (Verdict.FASTER, Verdict.MORE_VMEM)
   assert row.is_worse
+
+
+@pytest.mark.parametrize(
+  ("number", "words"), [(1, "1 assumption"), (2, "2 assumptions")]
+)
+def test_what_a_prediction_assumes_is_counted(number, words):
+  [row] = compare.compare(_golden(), _golden(num_assumed=number))
+  assert row.note == f"the prediction rests on {words}"
 
 
 def test_refusals_are_not_news_but_their_end_is():
@@ -281,7 +291,7 @@ def test_a_kernel_that_cannot_be_made_traced_or_compiled_is_refused():
   assert outcome(lambda chip: 1 / 0) == "ZeroDivisionError: division by zero"
   assert outcome(lambda chip: (jnp.dot, (x, x))).startswith("TypeError: dot")
   refusal = outcome(lambda chip: (large, (x,)))
-  assert refusal.startswith("CompileError: ") and "fit the vmem" in refusal
+  assert refusal.startswith("CompileError: ") and "fit the VMEM" in refusal
 
 
 # --- golden files ----------------------------------------------------------

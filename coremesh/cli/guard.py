@@ -12,6 +12,7 @@ from coremesh._compat import aot
 from coremesh.cli import progress, targets
 from coremesh.guard import compare, counting, golden, outcomes
 from coremesh.guard.compare import Row
+from coremesh.profile import rates
 
 DEFAULT_CHIPS = "v5p:2x2x1,v6e:2x2,tpu7x:2x2x1"
 _WIDTH = 100  # where no terminal says
@@ -118,7 +119,7 @@ def print_rows(rows: Iterable[Row]) -> None:
   table.add_column("program", overflow="fold")
   table.add_column("chip", no_wrap=True)
   table.add_column("operation", overflow="fold")
-  for name in ("cycles", "bundles", "VMEM a core"):
+  for name in ("cycles", "µs", "bundles", "VMEM a core"):
     table.add_column(name, justify="right")
   table.add_column("verdict")
   for row in rows:
@@ -205,14 +206,35 @@ def _in_words(found: golden.Golden) -> str:
 
 
 def _changes(row: Row) -> Iterator[str]:
-  """Cycles, bundles and VMEM, before and now where they differ."""
-  for name in ("cycles", "bundles", "vmem_bytes_per_core"):
-    values = [getattr(f, name) if f else None for f in (row.before, row.now)]
-    texts = ["-" if v is None else f"{v:,}" for v in values]
-    if row.before is None or row.now is None or texts[0] == texts[1]:
-      yield texts[1] if row.before is None else texts[0]
-    else:
-      yield " -> ".join(texts)
+  """Cycles, µs, bundles and VMEM, before and now where they differ."""
+  both = (row.before, row.now)
+  cycles = [f and f.cycles for f in both]
+  yield _change(row, cycles)
+  yield _change(row, [_microseconds(n, row.chip) for n in cycles], share=False)
+  for name in ("bundles", "vmem_bytes_per_core"):
+    yield _change(row, [f and getattr(f, name) for f in both])
+
+
+def _change(
+  row: Row, values: Sequence[float | None], *, share: bool = True
+) -> str:
+  """A number, or two with what share the second is more."""
+  before, now = values
+  texts = ["-" if v is None else f"{v:,}" for v in values]
+  if row.before is None or row.now is None or before == now:
+    return texts[1] if row.before is None else texts[0]
+  text = " -> ".join(texts)
+  return (
+    f"{text} ({now / before - 1:+.1%})" if share and before and now else text
+  )
+
+
+def _microseconds(cycles: int | None, chip: str) -> float | None:
+  """At the clock that a central prediction takes."""
+  if cycles is None:
+    return None
+  clock_hz = rates.rates(chips.chip(chip)).clock_hz.central
+  return float(f"{cycles / clock_hz * 1e6:.4g}")
 
 
 def _notes(rows: Iterable[Row]) -> dict[str, list[str]]:

@@ -11,6 +11,9 @@ from coremesh.guard.golden import Golden
 # median error of predictions against published times, 1.6 % for kernels alone,
 # says nothing; the public slow-downs that a guard is for are of 8 % and more.
 DEFAULT_TOLERANCE = 0.02
+# What is said of code that grew though its cycles did not: above what another
+# order of the same instructions adds.
+_NOTABLE_GROWTH = 0.1
 
 
 class Verdict(enum.StrEnum):
@@ -21,6 +24,8 @@ class Verdict(enum.StrEnum):
     SLOWER: more cycles are predicted.
     MORE_VMEM: a core holds more.
     MORE_BUNDLES: the code is longer, and no prediction tells what that costs.
+    LONGER_CODE: the code is longer by 10 % and more, and the cycles are no more
+      than is tolerated.
     LESS_OVERLAP: fewer operations of XLA's run beside a SparseCore kernel.
     NOT_PREDICTED: it was predicted, and is no more.
     MISSING: it is recorded, and is no more.
@@ -38,6 +43,7 @@ class Verdict(enum.StrEnum):
   SLOWER = "slower"
   MORE_VMEM = "more VMEM"
   MORE_BUNDLES = "more bundles"
+  LONGER_CODE = "longer code"
   LESS_OVERLAP = "less overlap"
   NOT_PREDICTED = "not predicted"
   MISSING = "missing"
@@ -184,7 +190,8 @@ def _of_operations(
     if one and other and one.cycles is None and other.cycles is None:
       notes.append(f"not predicted: {new_.unpredicted}")
     if new_.num_assumed:
-      notes.append(f"the prediction rests on {new_.num_assumed} assumptions")
+      what = "assumption" if new_.num_assumed == 1 else "assumptions"
+      notes.append(f"the prediction rests on {new_.num_assumed} {what}")
     yield Row(
       target=now.target,
       chip=now.chip,
@@ -210,6 +217,9 @@ def _verdicts(
   found = []
   if time := _of_time(before, now, tolerance, is_same_call):
     found.append(time)
+  is_passed = time is None and before.cycles is not None and name != OTHERS
+  if is_passed and now.bundles > before.bundles * (1 + _NOTABLE_GROWTH):
+    found.append(Verdict.LONGER_CODE)
   vmem = (before.vmem_bytes_per_core or 0, now.vmem_bytes_per_core or 0)
   if vmem[1] > vmem[0] * (1 + tolerance):
     found.append(Verdict.MORE_VMEM)
