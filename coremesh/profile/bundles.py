@@ -30,6 +30,9 @@ _TAG = re.compile(r"\[(?:thread|resolvable):\$\w+\]")
 _KEYWORD = re.compile(r"([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _MARK = re.compile(r'\s*@"([^"]*)"')
 
+# The value of registers where the compiler numbers no values.
+UNNUMBERED = -3
+
 # Vector slots whose operands matter to what happens when.
 _CONTROL = ("vsync", "vwait", "vdelay")
 
@@ -41,7 +44,7 @@ class Register:
   Attributes:
     bank: "s" for scalars, "p" for predicates, "v" and "vm" for vectors.
     number: which register.
-    value: the compiler's number of the value it holds there.
+    value: the compiler's number of the value it holds there, or `UNNUMBERED`.
     is_negated: whether a predicate is read the other way round.
   """
 

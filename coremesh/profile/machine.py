@@ -10,6 +10,7 @@ from coremesh.profile.values import Unknown, Word
 
 # A loop whose end depends on data that is not given runs so often.
 ASSUMED_TRIPS = 4
+UNWRITTEN = "a register that nothing has written"
 _MOST_ROUNDS = 5_000_000
 # After so many rounds of a loop it may pay to skip some.
 FIRST_TRY = 24
@@ -42,7 +43,7 @@ class Machine:
     self._code = code
     self._end = len(code.program.bundles)
     self._decided: dict[int, int] = {}
-    never = Unknown("a register that nothing has written")
+    never = Unknown(UNWRITTEN)
     self._registers: list[Word] = [never] * writer.NUM_REGISTERS
     self._ids = [writer.NEVER] * writer.NUM_REGISTERS
     self._tokens: dict[str, Word] = {}

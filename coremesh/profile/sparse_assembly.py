@@ -12,6 +12,7 @@ import re
 
 from coremesh import errors
 from coremesh.profile.bundles import (
+  UNNUMBERED,
   Address,
   Bundle,
   Operand,
@@ -165,7 +166,10 @@ def _slot(
   predicate = None
   if found := _PREDICATE.search(rest):
     predicate = Register(
-      bank="p", number=int(found[2]), value=0, is_negated=bool(found[1])
+      bank="p",
+      number=int(found[2]),
+      value=UNNUMBERED,
+      is_negated=bool(found[1]),
     )
     rest = rest[: found.start()] + rest[found.end() :]
   if opcode in _DROPPED or opcode == "shalt":
@@ -228,7 +232,10 @@ def _register(text: str) -> Register | None:
   if match is None:
     return None
   return Register(
-    bank=match[2], number=int(match[3]), value=0, is_negated=bool(match[1])
+    bank=match[2],
+    number=int(match[3]),
+    value=UNNUMBERED,
+    is_negated=bool(match[1]),
   )
 
 

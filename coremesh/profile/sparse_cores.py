@@ -29,13 +29,20 @@ _OWN_CODE = 1
 _CORES = re.compile(r'"core_type":"CORE_TYPE_SC".*?"core_ids":\[([^\]]*)\]')
 
 
-def timed(operation: Operation, chip: chips.Chip, *, hlo: str) -> Timed:
+def timed(
+  operation: Operation,
+  chip: chips.Chip,
+  *,
+  hlo: str,
+  models: Sequence[str] = estimates.MODELS,
+) -> Timed:
   """What each vector subcore of a device issues, and when in each model.
 
   Args:
     operation: one with a stage "sparsecore".
     chip: the slice it is for.
     hlo: the compiled program, which says on which SparseCores it runs.
+    models: which of `estimates.MODELS` to time; "central" among them.
 
   Raises:
     UnsupportedError: it is no kernel of vector subcores, or holds something
@@ -60,7 +67,7 @@ def timed(operation: Operation, chip: chips.Chip, *, hlo: str) -> Timed:
   rate = _rates(chip)
   log = Log()
   timings, before = {}, {}
-  for which in estimates.MODELS:
+  for which in models:
     hbm = dataclasses.replace(
       rate.hbm(which), core_bytes_per_cycle=chip.sparse_core_dma_granule_bytes
     )

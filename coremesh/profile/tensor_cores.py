@@ -1,6 +1,6 @@
 """Runs an operation on the TensorCores of the devices it takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
@@ -30,6 +30,7 @@ def timed(
   words: Mapping[int, np.ndarray],
   *,
   num_devices: int,
+  models: Sequence[str] = estimates.MODELS,
 ) -> Timed:
   """What each TensorCore of a device issues, and when in each model.
 
@@ -38,6 +39,7 @@ def timed(
     chip: the slice it is for.
     words: of its operands, by their number.
     num_devices: that the program is for.
+    models: which of `estimates.MODELS` to time; "central" among them.
 
   Raises:
     UnsupportedError: it holds something that is not modelled, or cores wait
@@ -45,12 +47,13 @@ def timed(
   """
   program = bundles.parse(operation.text("bundles"))
   try:
-    return _run(program, chip, words, num_devices)
+    return _run(program, chip, words, num_devices, models)
   except errors.UnsupportedError:
     scalars = _unknown_scalars(program, words)
     if operation.kernel is not None or not scalars:
       raise
-  found = _run(program, chip, {**words, **scalars}, num_devices)
+  words = {**words, **scalars}
+  found = _run(program, chip, words, num_devices, models)
   return dataclasses.replace(found, assumed=(*found.assumed, _ZEROS))
 
 
@@ -59,6 +62,7 @@ def _run(
   chip: chips.Chip,
   words: Mapping[int, np.ndarray],
   num_devices: int,
+  models: Sequence[str],
 ) -> Timed:
   rate = rates.rates(chip)
   code = Code(program, delay_slots=rate.delay_slots, num_devices=num_devices)
@@ -83,7 +87,7 @@ def _run(
   log = Log()
   found = {
     which: timings(which, log if which == "central" else None)
-    for which in estimates.MODELS
+    for which in models
   }
   shown = [t for t in cast.traces if t.device == cast.traces[0].device]
   return Timed(

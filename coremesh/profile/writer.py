@@ -1,7 +1,8 @@
 """Writes the Python that runs the scalar slots of a stretch of machine code.
 
 Slots of a bundle read what registers held before it. The compiler numbers every
-value, so that each read is checked to find the value it means.
+value, so that each read is checked to find the value it means; on a SparseCore
+it does not, and what nothing has written is not known.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -10,6 +11,7 @@ import dataclasses
 from coremesh import errors
 from coremesh.profile import expressions, statements, values
 from coremesh.profile.bundles import (
+  UNNUMBERED,
   Address,
   Bundle,
   Operand,
@@ -81,7 +83,7 @@ class Writer:
     if held == _DYNAMIC and register.value in self._names.moved:
       never = self._unknown(f"a pointer not computed (bundle {bundle:#x})")
       return f"(r{key} if i{key} == {register.value} else {never})"
-    if held == _DYNAMIC:
+    if held == _DYNAMIC and register.value != UNNUMBERED:
       test = f"i{key} != {register.value}"
       if condition:
         test = f"{condition} and {test}"
@@ -90,7 +92,7 @@ class Writer:
       self._lines.append(
         f"if {test}: H.mismatch({bundle}, {str(register)!r}, i{key})"
       )
-    elif held != register.value:
+    elif held not in (_DYNAMIC, register.value):
       raise errors.UnsupportedError(
         f"Bundle {bundle:#x} reads {register}, but that register holds value"
         f" {held} there: the machine code is not as this reader takes it."
