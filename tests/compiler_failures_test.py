@@ -406,7 +406,7 @@ def an_empty_block():
 # --- cores -----------------------------------------------------------------
 
 
-@_case(r"device of v5p:2x2x1 has, 2; the mesh of 'kernel' has 4", "nothing")
+@_case(r"device of v5p:2x2x1 has, 2; the mesh of 'body' has 4", "nothing")
 def too_many_tensor_cores():
   def body(x_hbm, o_hbm):
     pltpu.sync_copy(x_hbm, o_hbm)

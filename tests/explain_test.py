@@ -277,6 +277,27 @@ def test_the_layout_of_the_data_keeps_its_keys(explained):
     assert all(0 <= s <= 1.0001 for s in share)
 
 
+def test_what_a_helper_does_is_of_the_line_that_calls_it():
+  chip = cm.chip("v5p:2x2x1")
+  scratch = dict(held=cm.vmem_slab(0))
+
+  @cm.kernel(mesh=chip.tensor_cores("core"), out=cm.like(0), scratch=scratch)
+  def copies(x_hbm, o_hbm, *, held):
+    rows = cm.slab(x_hbm)
+    cm.copy(x_hbm.at[rows], held)
+    held[...] = jax.nn.softmax(held[...], axis=-1)
+    cm.copy(held, o_hbm.at[rows])
+
+  x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+  [lines] = cm.explain(copies, x, chip=chip).hot_lines.values()
+  named = [line for line in lines if line.source]
+  assert all(line.source.startswith(f"{__file__}:") for line in named)
+  # Waiting for the two copies takes longest, and each is told apart.
+  assert {"cm.copy(x_hbm.at[rows], held)", "cm.copy(held, o_hbm.at[rows])"} == {
+    line.code for line in named[:2]
+  }
+
+
 def test_an_explanation_is_the_same_as_itself(explained):
   found = explained.compare(explained.as_dict())
   assert len(found.differences) > 40

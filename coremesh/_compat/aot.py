@@ -7,12 +7,15 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+import os
+import pathlib
 import re
 import threading
 import traceback
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import source_info_util as _source_info_util
 from jax._src import tpu_custom_call as _tpu_custom_call
 from jax._src import xla_bridge as _xla_bridge
@@ -82,7 +85,7 @@ class Lowered:
 
 def lower(traced: jax.stages.Traced) -> Lowered:
   """Lowers a traced program for TPUs, which need not be known to JAX."""
-  with _for_the_installed_libtpu():
+  with _for_the_installed_libtpu(), _with_the_users_lines():
     lowered = traced.lower(lowering_platforms=("tpu",))
   lowering: Any = lowered._lowering
   args = lowering.compile_args
@@ -129,6 +132,28 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
       found[name] = "none"
   return found
+
+
+@contextlib.contextmanager
+def _with_the_users_lines() -> Iterator[None]:
+  """Lets each operation be marked with one line, and that one the user's.
+
+  libtpu keeps the innermost line alone, which would be one of JAX's or of
+  coremesh's. Those of coremesh's kernels stay: these are read, and explained.
+  """
+  info, package = _source_info_util, pathlib.Path(__file__).parents[1]
+  with _LOWERING:
+    before = info._exclude_paths[:], info._include_paths[:]
+    info.register_exclusion(f"{package}{os.sep}")
+    info.register_inclusion(f"{package / 'kernels'}{os.sep}")
+    try:
+      with _config.include_full_tracebacks_in_locations(False):
+        yield
+    finally:
+      info._exclude_paths[:], info._include_paths[:] = before
+      info._exclude_path_regex.cache_clear()
+      info._include_path_regex.cache_clear()
+      info.is_user_filename.cache_clear()
 
 
 # --- where in the user's files ----------------------------------------------

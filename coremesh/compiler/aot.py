@@ -33,7 +33,7 @@ from coremesh.compiler import (
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
-_RESULT_VERSION = "3"
+_RESULT_VERSION = "4"
 _CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
