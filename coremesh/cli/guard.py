@@ -15,7 +15,7 @@ from coremesh.guard.compare import Row
 from coremesh.profile import rates
 
 DEFAULT_CHIPS = "v5p:2x2x1,v6e:2x2,tpu7x:2x2x1"
-_WIDTH = 100  # where no terminal says
+_WIDTH = 112  # where no terminal says
 _FOLDER = pathlib.Path("guards")
 _EPILOGUE = """\
 record writes a golden file for each target and chip; commit them. check
@@ -231,8 +231,8 @@ def _change(
 
 def _microseconds(cycles: int | None, chip: str) -> float | None:
   """At the clock that a central prediction takes."""
-  if cycles is None:
-    return None
+  if not cycles:
+    return cycles
   clock_hz = rates.rates(chips.chip(chip)).clock_hz.central
   return float(f"{cycles / clock_hz * 1e6:.4g}")
 
