@@ -29,9 +29,9 @@ def pytest_addoption(parser):
     help="run the tests marked tpu on this attached chip, such as v5p:2x2x1",
   )
   parser.addoption(
-    "--machine-code",
+    "--no-machine-code",
     action="store_true",
-    help="check what must hold for the machine code of all that is compiled",
+    help="do not check what must hold for the machine code that is compiled",
   )
 
 
@@ -48,7 +48,7 @@ def pytest_configure(config):
   if not hasattr(config, "workerinput"):
     folder = tempfile.mkdtemp(prefix="coremesh-cache-")
     os.environ["COREMESH_CACHE_DIR"] = folder
-  if config.getoption("--machine-code"):
+  if not config.getoption("--no-machine-code"):
     properties.watch(_TALLY)
 
 
@@ -57,8 +57,20 @@ def pytest_unconfigure(config):
     shutil.rmtree(os.environ.pop("COREMESH_CACHE_DIR", ""), ignore_errors=True)
 
 
+def pytest_sessionfinish(session):
+  if hasattr(session.config, "workeroutput"):
+    session.config.workeroutput["machine_code"] = _TALLY.data()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+  """Counts what a process of pytest-xdist has looked at."""
+  if found := getattr(node, "workeroutput", {}).get("machine_code"):
+    _TALLY.add(found)
+
+
 def pytest_terminal_summary(terminalreporter):
-  if _TALLY.checked:  # The processes of pytest-xdist keep theirs.
+  if _TALLY.checked or _TALLY.not_checked:
     terminalreporter.write_line(str(_TALLY))
 
 

@@ -397,13 +397,16 @@ def test_addresses_compile(chip):
     out=cm.like(0),
     scratch=dict(sem=pltpu.SemaphoreType.REGULAR),
   )
-  def body(x_hbm, o_hbm, *, sem):
+  def leaves_signals(x_hbm, o_hbm, *, sem):
     cm.global_barrier()
     for to in {"device": 1}, {"core": 0}, cm.shifted(("core", "device"), 3):
       pl.semaphore_signal(sem, 1, device_id=mesh.device_id(to))
 
   fn = jax.shard_map(
-    body, mesh=device_mesh, in_specs=P("device"), out_specs=P("device")
+    leaves_signals,
+    mesh=device_mesh,
+    in_specs=P("device"),
+    out_specs=P("device"),
   )
   x = jax.ShapeDtypeStruct((chip.num_devices * _ROWS, 128), jnp.float32)
   assert cm.compile(fn, x).code_bytes > 0

@@ -10,7 +10,13 @@ import pytest
 
 import coremesh as cm
 from coremesh.compiler import aot
+from coremesh.compiler.compiled import Operation
 from tests import profiling, properties, support
+
+
+def _nothing():
+  x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+  return (lambda x: x), x
 
 
 def _spoiled(compiled, pattern, replacement, stage="bundles"):
@@ -51,8 +57,47 @@ def test_code_with_a_fault_is_found(pattern, replacement, compiled):
     properties.check(spoiled, properties.Tally())
 
 
+def test_a_register_of_a_subcore_without_a_writer_is_found():
+  text = profiling.recorded("v5p-subcores")
+  program = cm.compile(*_nothing(), chip="v5p:2x2x1")
+
+  def check(text):
+    operation = Operation(name="k", kernel="k", texts={"sparsecore": text})
+    tally = properties.Tally()
+    spoiled = dataclasses.replace(program, operations=(operation,))
+    properties.check(spoiled, tally)
+    return tally
+
+  assert check(text) == properties.Tally(checked=1)
+  start = text.index("\ntec\n")
+  register = re.search(r"\b(s\d+) =\tsadd", text[start:])[1]
+  changed = re.sub(rf"\b{register} =", "s63 =", text[start:])
+  with pytest.raises(AssertionError, match="never written|nothing has writt"):
+    check(text[:start] + changed)
+
+
+def test_an_error_without_a_reason_is_a_fault(compiled, monkeypatch):
+  """What the predictor does not model is named in the table, or fails."""
+  for text, is_fault in (
+    ("Bundle 0x3 holds ssyncadd.remote.s: a signal of an unknown form", False),
+    ("Bundle 0x3 holds stream.other: a copy of an unknown form", True),
+  ):
+
+    def refuse(*_, text=text):
+      raise cm.UnsupportedError(text)
+
+    monkeypatch.setattr(properties, "_run", refuse)
+    tally = properties.Tally()
+    if is_fault:
+      with pytest.raises(AssertionError, match="stream.other"):
+        properties.check(compiled, tally)
+      continue
+    properties.check(compiled, tally)
+    assert tally.not_checked == {"signals between subcores": 1}
+
+
 def test_what_is_compiled_is_checked_once(monkeypatch):
-  """As of all tests with `pytest --machine-code`."""
+  """As of all tests, but with `pytest --no-machine-code`."""
   monkeypatch.setattr(aot, "compile", aot.compile)  # Put back at the end.
   tally = properties.Tally()
   properties.watch(tally)
