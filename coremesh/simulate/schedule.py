@@ -60,7 +60,7 @@ def run(
       num_polls += 1
       num_idle = num_idle + 1 if mach.changes == changes else 0
       changes = mach.changes
-      if num_idle > _MAX_IDLE * len(ready):
+      if num_idle > _MAX_IDLE * max(len(ready), 1):
         _stop_polling(mach, num_idle, changers)
       if num_polls > 2 * len(ready) + _MAX_POLLS:
         # Perhaps what they poll for is under way.
