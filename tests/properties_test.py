@@ -70,7 +70,7 @@ def test_a_register_of_a_subcore_without_a_writer_is_found():
 
   assert check(text) == properties.Tally(checked=1)
   start = text.index("\ntec\n")
-  register = re.search(r"\b(s\d+) =\tsadd", text[start:])[1]
+  [register, *_] = re.findall(r"\b(s\d+) =\tsadd", text[start:])
   changed = re.sub(rf"\b{register} =", "s63 =", text[start:])
   with pytest.raises(AssertionError, match="never written|nothing has writt"):
     check(text[:start] + changed)
