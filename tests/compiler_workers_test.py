@@ -42,6 +42,11 @@ def _no_cache(tmp_path, monkeypatch):
   monkeypatch.setenv("COREMESH_CACHE_DIR", str(tmp_path))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_workers():
+  workers.pool().end()  # Those of other tests in this process.
+
+
 def _pid() -> int:
   return workers.pool().pids()[()]
 

@@ -119,6 +119,13 @@ class OperationPrediction:
   times: int = 1
 
   @property
+  def label(self) -> str:
+    """The instruction, with the kernel's name where it does not begin so."""
+    if self.kernel is None or self.name.startswith(self.kernel):
+      return self.name
+    return f"{self.kernel}: {self.name}"
+
+  @property
   def is_assumed(self) -> bool:
     """Whether the result rests on something that is not known."""
     return bool(self.assumed)
@@ -205,7 +212,7 @@ def _table(title: str, *columns: str) -> table.Table:
 def _operations(prediction: Prediction) -> table.Table:
   made = _table("", "operation", "µs", "cycles", "byte floor µs", "limit")
   for o in prediction.operations:
-    name = f"{o.name} (kernel)" if o.kernel else o.name
+    name = f"{o.label} (kernel)" if o.kernel else o.name
     name += f" x {o.times}" if o.times != 1 else ""
     made.add_row(
       f"{name}{', assumed' if o.is_assumed else ''}",
