@@ -21,6 +21,7 @@ _ROWS = (
   ),
   # host: never the device row.
   (
+    "terminal",
     "perfetto",
     "simulate",
     "compiler",

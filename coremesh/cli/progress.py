@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.progress import track
+
+from coremesh import terminal
 
 
 def shown[T](items: Sequence[T], what: str) -> Iterable[T]:
   """The items, with a bar on standard error that goes away at the end."""
-  console = Console(stderr=True)
-  return track(
-    items,
-    what,
-    console=console,
-    transient=True,
-    disable=not console.is_terminal,
-  )
+  console = terminal.for_progress(None)
+  if console is None:
+    return items
+  return track(items, what, console=console, transient=True)

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator
 import contextlib
 
-from rich.console import Console
-
-from coremesh import errors
+from coremesh import terminal
 
 
 @contextlib.contextmanager
@@ -18,12 +16,8 @@ def on_terminal(shown: bool | None) -> Iterator[Callable[[str], None]]:
   Raises:
     UnsupportedError: `shown` is something else.
   """
-  if shown not in (None, True, False):
-    raise errors.UnsupportedError(
-      f"progress must be True, False or None; got {shown!r}."
-    )
-  console = Console(stderr=True, force_terminal=shown or None)
-  if not (console.is_terminal if shown is None else shown):
+  console = terminal.for_progress(shown)
+  if console is None:
     yield lambda stage: None
     return
   with console.status("") as status:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator
 import contextlib
 
-from rich.console import Console
 from rich.progress import Progress
 
-from coremesh import errors
+from coremesh import terminal
 
 
 @contextlib.contextmanager
@@ -23,12 +22,8 @@ def progress_bar(
   Raises:
     UnsupportedError: `shown` is something else.
   """
-  if shown not in (None, True, False):
-    raise errors.UnsupportedError(
-      f"progress must be True, False or None; got {shown!r}."
-    )
-  console = Console(stderr=True, force_terminal=shown or None)
-  if not (console.is_terminal if shown is None else shown):
+  console = terminal.for_progress(shown)
+  if console is None:
     yield lambda: None
     return
   with Progress(console=console, transient=True) as bar:
