@@ -20,23 +20,8 @@ from coremesh.explanation.explanation import Explanation
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
-  parser.add_argument(
-    "target",
-    metavar="TARGET[@CHIP]",
-    help="an example, such as swap_cores; MODULE:NAME or FILE.py:NAME, where"
-    " NAME is a function without arguments, one of a chip that returns a"
-    " function and its arguments, or a spec; FILE.py for its case",
-  )
-  parser.add_argument(
-    "--chip", default="v5p:2x2x1", help="what a target without @CHIP is for"
-  )
-  parser.add_argument(
-    "--config",
-    action="append",
-    default=[],
-    metavar="FIELD=VALUE",
-    help="a setting of an example, such as rows=5. May be repeated",
-  )
+  parser.add_argument("target", metavar="TARGET[@CHIP]", help=targets.HELP)
+  targets.add_settings(parser, chip_help="what a target without @CHIP is for")
   parser.add_argument(
     "--arg",
     action="append",

@@ -31,6 +31,11 @@ _FORMS = (
   " kernels, a function of a chip that returns such a function and its"
   " arguments, or a KernelSpec, with :CASE for one of its cases."
 )
+HELP = (
+  "an example, such as swap_cores; MODULE:NAME or FILE.py:NAME, where NAME is a"
+  " function without arguments, one of a chip that returns a function and its"
+  " arguments, or a spec; FILE.py for its case"
+)
 _OF_CHIP = (
   "def case(chip): return fn, (x, y), where fn(x, y) runs kernels; or"
   " def case(): fn(x, y)"
@@ -43,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "target",
     metavar="TARGET",
-    help="an example, such as swap_cores; MODULE:NAME or FILE.py:NAME, where"
-    " NAME is a function without arguments, one of a chip that returns a"
-    " function and its arguments, or a spec; FILE.py for its case. Arguments"
-    " without values are ones",
+    help=f"{HELP}. Arguments without values are ones",
   )
-  parser.add_argument(
-    "--chip", default="v5p:2x2x1", help="what TARGET is simulated on"
-  )
+  add_settings(parser, chip_help="what TARGET is simulated on")
+
+
+def add_settings(parser: argparse.ArgumentParser, *, chip_help: str) -> None:
+  """Declares --chip, with its help, and --config."""
+  parser.add_argument("--chip", default="v5p:2x2x1", help=chip_help)
   parser.add_argument(
     "--config",
     action="append",
