@@ -95,7 +95,7 @@ def _compiled() -> Iterator[tuple[str, cm.Compiled, Sequence[Any]]]:
       try:
         compiled = cm.compile(make(chip, mesh), *args, chip=chip)
       except (cm.ChipError, cm.CollectiveError):
-        continue  # Not for this chip: benchmarks.matrix says why.
+        continue  # Not for this chip: coremesh matrix says why.
       yield f"{name}, {chip_name}", compiled, args
 
 

@@ -14,22 +14,7 @@ from coremesh.profile.prediction import Prediction
 class Findings:
   """What an explanation says, as values.
 
-  Attributes:
-    name: of the function.
-    chip: what it was compiled for.
-    versions: of jax, jaxlib, libtpu and coremesh.
-    arguments: a digest of their types, and of integers, which may steer.
-    codes: a digest of the machine code of each operation.
-    compile_seconds: wall time on this machine.
-    is_from_cache: whether the disk had the compiled program.
-    memory_bytes_per_device: HBM, and the code, as libtpu counts them.
-    ledgers: the buffers of each kernel.
-    prediction: the time of each operation; those of `unpredicted` are not in
-      it.
-    unpredicted: kernels without a time and why, by operation.
-    rooflines: by operation.
-    hot_lines: by operation, of its slowest core.
-    activities: what each core does when, by operation.
+  Attributes: see `cm.Explanation`, which is one.
   """
 
   name: str

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
+from coremesh.kernels import checks
 from coremesh.kernels.matmul_blocks import Blocks
 
 type Epilogue = Callable[..., jax.Array]
@@ -65,6 +66,11 @@ def parted(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def check(call: Call, x, weights, operands) -> None:
+  """Checks that the arrays of a call fit each other.
+
+  Raises:
+    ShapeError, DTypeError: they do not; see `kernels.matmul`.
+  """
   for label, array in (
     ("x", x),
     *((f"w[{i}]", w) for i, w in enumerate(weights)),
@@ -111,16 +117,8 @@ def check(call: Call, x, weights, operands) -> None:
       f"The leading axes of x {x.shape} and w {weights[0].shape} do not"
       " broadcast."
     ) from error
-  for i, o in enumerate(operands):
-    try:
-      fits = np.broadcast_shapes(o.shape, (*batch, m, n)) == (*batch, m, n)
-    except ValueError:
-      fits = False
-    if not fits:
-      raise errors.ShapeError(
-        f"operands[{i}] of matmul must broadcast to {(*batch, m, n)}; got shape"
-        f" {o.shape}."
-      )
+  for i, operand in enumerate(operands):
+    checks.broadcasts(f"operands[{i}] of matmul", operand, (*batch, m, n))
   if operands and call.epilogue is None:
     raise errors.ShapeError(
       f"{len(operands)} operands are given and no epilogue that takes them."
