@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from tests import simulating, support
+from tests import simulating, small_kernels, support
 
 _DMA = pltpu.SemaphoreType.DMA
 _SLAB = (8, 128)
@@ -41,10 +41,6 @@ def _out(*shape, dtype: Any = np.float32) -> Any:
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _one_core(chip):
-  return chip.tensor_cores("core", 1)
-
-
 def _run(body, *args, out, seeds: Any = _SEEDS, **options) -> Any:
   """The outputs of a kernel, the same under every seed."""
   made = simulating.kernel(body, *args, out=out, **options)
@@ -58,22 +54,12 @@ def _run(body, *args, out, seeds: Any = _SEEDS, **options) -> Any:
 def _through_vmem(compute, *args, out, scratch=(), **options):
   """Runs `compute(*vmem refs, *scratch)` on one core, outputs last."""
   outs = out if isinstance(out, tuple) else (out,)
-  num_in, count = len(args), len(args) + len(outs)
-
-  def body(*refs):
-    hbm, vmem, rest = refs[:count], refs[count : 2 * count], refs[2 * count :]
-    for source, target in zip(hbm[:num_in], vmem[:num_in], strict=True):
-      pltpu.sync_copy(source, target)
-    compute(*vmem, *rest)
-    for source, target in zip(vmem[num_in:], hbm[num_in:], strict=True):
-      pltpu.sync_copy(source, target)
-
   types = [*args, *outs]
   return _run(
-    body,
+    small_kernels.copied_in_and_out(compute, len(args), len(outs)),
     *args,
     out=out,
-    cores=options.pop("cores", _one_core),
+    cores=options.pop("cores", small_kernels.one_core),
     scratch_types=[pltpu.VMEM(t.shape, t.dtype) for t in types] + list(scratch),
     **options,
   )
@@ -218,7 +204,7 @@ def test_parts_of_refs(name):
     _transform(name),
     x,
     out=_out(*_SLAB, dtype=np.int32),
-    cores=_one_core,
+    cores=small_kernels.one_core,
     scratch_types=[vmem, vmem],
   )
   np.testing.assert_array_equal(o, _transformed(name, x))
@@ -321,7 +307,7 @@ def test_control_flow(kind, count):
     n,
     x,
     out=_out(*_SLAB, dtype=np.int32),
-    cores=_one_core,
+    cores=small_kernels.one_core,
     scratch_types=[pltpu.SMEM((1,), np.int32), pltpu.VMEM(_SLAB, np.int32)],
   )
   expected = x + total
@@ -489,7 +475,7 @@ def test_scopes_inside_loops():
     body,
     x,
     out=_out(*_SLAB),
-    cores=_one_core,
+    cores=small_kernels.one_core,
     scratch_types=[pltpu.VMEM(_SLAB, np.float32)],
   )
   np.testing.assert_array_equal(o, x * 0 + x * 1 + x * 2)
@@ -604,7 +590,9 @@ def test_a_pipeline_that_accumulates():
       out_specs=[pl.BlockSpec(_SLAB, lambda i: (0, 0))],
     )(x_hbm, o_hbm)
 
-  o = _run(body, x, out=_out(*_SLAB, dtype=np.int32), cores=_one_core)
+  o = _run(
+    body, x, out=_out(*_SLAB, dtype=np.int32), cores=small_kernels.one_core
+  )
   np.testing.assert_array_equal(o, x.reshape(4, 8, 128).sum(0))
 
 

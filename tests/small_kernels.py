@@ -62,6 +62,23 @@ def run(body, *args, out, **options) -> Any:
   return tuple(found) if isinstance(out, tuple) else found[0]
 
 
+def copied_in_and_out(
+  compute: Callable[..., Any], num_in: int, num_out: int
+) -> Callable[..., None]:
+  """A body: inputs to VMEM, `compute(*in VMEM, *scratch)`, outputs back."""
+  num = num_in + num_out
+
+  def body(*refs):
+    hbm, vmem, rest = refs[:num], refs[num : 2 * num], refs[2 * num :]
+    for source, target in zip(hbm[:num_in], vmem[:num_in], strict=True):
+      pltpu.sync_copy(source, target)
+    compute(*vmem, *rest)
+    for source, target in zip(vmem[num_in:], hbm[num_in:], strict=True):
+      pltpu.sync_copy(source, target)
+
+  return body
+
+
 def in_vmem(
   compute: Callable[..., Any],
   *args: np.ndarray,
@@ -72,20 +89,14 @@ def in_vmem(
 ) -> Any:
   """Runs `compute(*inputs, *outputs, *scratch)` on refs in a core's VMEM."""
   outs = out if isinstance(out, tuple) else (out,)
-  num_in, num = len(args), len(args) + len(outs)
-
-  def body(*refs):
-    hbm, vmem, rest = refs[:num], refs[num : 2 * num], refs[2 * num :]
-    for source, target in zip(hbm[:num_in], vmem[:num_in], strict=True):
-      pltpu.sync_copy(source, target)
-    compute(*vmem, *rest)
-    for source, target in zip(vmem[num_in:], hbm[num_in:], strict=True):
-      pltpu.sync_copy(source, target)
-
   types = [pltpu.VMEM(t.shape, t.dtype) for t in (*args, *outs)]
-  scratch_types = [*types, *scratch]
   return run(
-    body, *args, out=out, cores=cores, scratch_types=scratch_types, **options
+    copied_in_and_out(compute, len(args), len(outs)),
+    *args,
+    out=out,
+    cores=cores,
+    scratch_types=[*types, *scratch],
+    **options,
   )
 
 
