@@ -4,6 +4,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import coremesh as cm
@@ -73,6 +74,39 @@ def test_a_kernel_in_a_loop_is_not_worked_out():
     return jax.lax.fori_loop(0, 2, step, jnp.tile(x, (1, 1)))
 
   assert _known(fn, _SIZES, _X) == ()
+
+
+def _on_devices(spec):
+  mesh = cm.chip("v5p:2x2x1").device_mesh("device", on="compiler")
+  return jax.shard_map(
+    lambda sizes, x: _copy_tiles(jnp.cumsum(sizes), x),
+    mesh=mesh,
+    in_specs=(spec, P()),
+    out_specs=P("device"),
+    check_vma=False,
+  )
+
+
+def test_what_all_devices_are_given_alike_is_worked_out():
+  [kernel] = _known(_on_devices(P()), _SIZES, _X)
+  assert kernel.values[0].tolist() == [16, 16, 40, 48]
+
+
+def test_what_devices_are_given_a_share_of_is_not_known():
+  [kernel] = _known(_on_devices(P("device")), _SIZES, _X)
+  assert kernel.values == {}
+
+
+def test_what_depends_on_the_device_is_not_known():
+  def by_device(sizes, x):
+    return _copy_tiles(sizes + jax.lax.axis_index("device"), x)
+
+  mesh = cm.chip("v5p:2x2x1").device_mesh("device", on="compiler")
+  mapped = jax.shard_map(
+    by_device, mesh=mesh, in_specs=P(), out_specs=P("device"), check_vma=False
+  )
+  [kernel] = _known(mapped, _SIZES, _X)
+  assert kernel.values == {}
 
 
 def test_a_kernel_that_group_sizes_steer_has_a_time_of_its_own():

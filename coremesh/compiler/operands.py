@@ -24,6 +24,8 @@ _CALLS = (
   *("jit", "closed_call", "core_call", "checkpoint", "eval_jaxpr"),
   *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
 )
+# They change what is known of devices, and no values.
+_RETYPED = ("pvary", "pcast")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,11 @@ class _Run:
     unknown = [None] * len(eqn.outvars)
     if called := _called(eqn):
       return self._walk(called, operands, outputs)
+    if eqn.primitive.name == "shard_map":
+      self._walk(*_of_a_device(eqn, operands), outputs)
+      return unknown
+    if eqn.primitive.name in _RETYPED:
+      return operands
     if any(value is None for value in operands) or eqn.effects:
       return unknown
     inner = [e for j in _compat.inner_jaxprs(eqn) for e in _compat.walk(j)]
@@ -157,6 +164,25 @@ def _called(eqn: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr | None:
     if isinstance(value, jex_core.Jaxpr):
       return jex_core.ClosedJaxpr(value, [None] * len(value.constvars))
   return None
+
+
+def _of_a_device(
+  eqn: jex_core.JaxprEqn, operands: Sequence[Any]
+) -> tuple[jex_core.ClosedJaxpr, list[Any]]:
+  """What every device runs, and what all of them are given alike."""
+  sizes = eqn.params["mesh"].shape
+  jaxpr = eqn.params["jaxpr"]
+
+  def is_whole(spec: Any) -> bool:
+    names = jax.tree.leaves([names for names in spec if names is not None])
+    return all(sizes[name] == 1 for name in names)
+
+  known = [
+    value if is_whole(spec) else None
+    for value, spec in zip(operands, eqn.params["in_specs"], strict=True)
+  ]
+  consts = [None] * len(jaxpr.constvars)
+  return jex_core.ClosedJaxpr(jaxpr, consts), known
 
 
 def _steers(value: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Kernels of others that do what coremesh's do, with settings worth a trial."""
