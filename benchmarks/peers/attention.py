@@ -35,7 +35,7 @@ def contenders(
     q_len: of the queries.
     gradients: whether derivatives are taken too.
   """
-  found = {"XLA": [_xla]}
+  found: dict[str, Sequence[Callable[..., Any]]] = {"XLA": [_xla]}
   if set(options) - {"is_causal"} or q_len < 1024:
     return found
   found["JAX's splash"] = installed.settings(_splash, _sizes(q_len))
@@ -65,7 +65,7 @@ def _xla(q, k, v, *, is_causal: bool = False, **options: Any) -> jax.Array:
   )
 
 
-def _splash(sizes, q, k, v, *, is_causal: bool = False) -> jax.Array:
+def _splash(sizes, q, k, v, *, is_causal: bool = False) -> Any:
   block_q, block_kv, compute = sizes
   shape = (q.shape[-2], k.shape[-2])
   mask = masks.CausalMask(shape) if is_causal else masks.FullMask(shape)

@@ -1,10 +1,10 @@
-"""Grouped matrix products by others, of x [M, K], w [groups, K, N] and sizes."""
+"""Grouped matrix products by others: x [M, K], w [groups, K, N], sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jax.experimental.pallas.ops.tpu import megablox
 
 from benchmarks.peers import installed
 
@@ -13,7 +13,7 @@ _TILES = ((512, 1024, 1024), (512, 2048, 1024), (1024, 1024, 1024))
 
 def contenders() -> dict[str, Sequence[Callable[..., Any]]]:
   """All that are installed, by name."""
-  found = {
+  found: dict[str, Sequence[Callable[..., Any]]] = {
     "XLA": [_xla],
     "JAX's megablox": installed.settings(_megablox, _TILES),
   }
@@ -34,7 +34,7 @@ def _fitting(tiles, x, w) -> tuple[int, int, int]:
 
 
 def _megablox(tiles, x, w, sizes) -> jax.Array:
-  return gmm.gmm(x, w, sizes, x.dtype, _fitting(tiles, x, w))
+  return megablox.gmm(x, w, sizes, x.dtype, _fitting(tiles, x, w))
 
 
 def _tokamax_v1(tiles, x, w, sizes) -> jax.Array:
