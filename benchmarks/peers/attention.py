@@ -139,10 +139,10 @@ def _inference(size: int, q, k, v, *, is_causal: bool = False) -> jax.Array:
   return module.flash_attention(q, k, v, causal=is_causal, block_sizes=sizes)
 
 
-def with_gradients(call: Callable[..., Any], **options: Any) -> Callable:
+def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
   """A function of q, k, v and the output's gradient to output and gradients."""
 
-  def forward_and_backward(q, k, v, d_out):
+  def forward_and_backward(q, k, v, d_out, **options):
     out, pull = jax.vjp(functools.partial(call, **options), q, k, v)
     return out, *pull(d_out)
 

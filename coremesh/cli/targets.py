@@ -8,15 +8,15 @@ import functools
 import importlib
 import inspect
 import pathlib
-import pkgutil
 import sys
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from coremesh import chips, errors, kernels, spec
+from coremesh import chips, errors, spec
 from coremesh.cli import source_files
+from coremesh.kernels import specs
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
@@ -165,15 +165,11 @@ def examples() -> list[str]:
 
 def everything() -> list[str]:
   """The examples of the working folder, and a case of each coremesh kernel."""
-  found: dict[str, str] = {}
-  for module in pkgutil.iter_modules(kernels.__path__):
-    place = f"{kernels.__name__}.{module.name}"
-    for name, value in vars(importlib.import_module(place)).items():
-      if isinstance(value, spec.KernelSpec):
-        found.setdefault(
-          value.name, f"{place}:{name}:{next(iter(value.cases))}"
-        )
-  return [*examples(), *found.values()]
+  of_kernels = [
+    f"{place}:{next(iter(found.cases))}"
+    for place, found in specs.by_place().items()
+  ]
+  return [*examples(), *of_kernels]
 
 
 def _num_arguments(function: Any, target: str) -> int:
