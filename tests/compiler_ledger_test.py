@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
-from coremesh.compiler import allocations
+from coremesh.compiler import allocations, spills
 from tests import support
 
 _F32 = jnp.float32
@@ -104,6 +104,63 @@ def test_what_is_spilled_is_said():
   spilled = found.used_vmem_bytes - found.predicted("VMEM")
   assert found.spilled_bytes == spilled > 0
   assert f"{spilled:,} of VMEM for vectors without a register" in str(found)
+
+
+def _mixed(x_ref, o_ref, count, first=0):
+  """Keeps so many vectors at once: each of them is used late."""
+  rows = [pl.ds(pl.multiple_of(first + 8 * i, 8), 8) for i in range(count)]
+  xs = [x_ref[r] for r in rows]
+  ys = [xs[i] * xs[(7 * i + 13) % count] + xs[i // 2] for i in range(count)]
+  for i, r in enumerate(rows):
+    o_ref[r] = ys[i] * ys[(31 * i + count // 2) % count] + xs[i]
+
+
+def _branches(table, x_ref, o_ref):
+  """One in the other, with vectors of both."""
+
+  @pl.when(table[0] > 0)
+  def _():
+    _mixed(x_ref, o_ref, 70)
+    pl.when(table[1] > 0)(lambda: _mixed(x_ref, o_ref, 90))
+
+
+def _apart(table, x_ref, o_ref):
+  """One after the other; what spills in a loop around them has its own room."""
+
+  @pl.loop(0, table[2])
+  def _(i):
+    _mixed(x_ref, o_ref, 80, i * 8)
+    pl.when(table[0] > 0)(lambda: _mixed(x_ref, o_ref, 70))
+
+    @pl.loop(0, 4)
+    def _(j):
+      _mixed(x_ref, o_ref, 90, j * 8)
+
+
+@every_chip
+@pytest.mark.parametrize(
+  "body, shares", [(_branches, False), (_apart, True)], ids=["nested", "apart"]
+)
+def test_spilled_registers_share_room_where_one_is_over_first(
+  body, shares, chip
+):
+  kernel = pl.pallas_call(
+    body,
+    out_shape=_type(1024, 128),
+    in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec()],
+  )
+  [found] = cm.compile(
+    kernel, _type(8, dtype=jnp.int32), _type(1024, 128), chip=chip
+  ).ledgers
+  assert 0 < found.spilled_bytes <= found.spilled_vector_bytes
+  assert (found.spilled_bytes < found.spilled_vector_bytes) == shares
+  assert ("which share room: " in str(found)) == shares
+  assert found.used_vmem_bytes == found.expected_vmem_bytes, str(found)
+
+
+def test_a_program_without_spills_has_none():
+  text = "   0x1   :  { %1 = vst [vmem:[#allocation2]] %v1_v0 }"
+  assert spills.of_bundles(text) == spills.Spills(vectors=0, room_bytes=0)
 
 
 def test_it_is_the_same_before_compilation():

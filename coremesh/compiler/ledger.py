@@ -71,7 +71,9 @@ class Ledger:
     kept_by_xla: the arguments that XLA keeps in VMEM around the kernel, by
       their number. Their blocks are used where they are, so that libtpu needs
       no copies of them; this is known after compilation only.
-    spilled_bytes: VMEM for vectors that found no register; as above.
+    spilled_bytes: VMEM for vectors that found no register; as above. Those of
+      loops and branches that do not run at the same time share room.
+    spilled_vector_bytes: what these vectors would take without sharing.
     staged_bytes: VMEM through which scalar operands go to SMEM; as above.
     in_registers: the arguments, by their number, that are scratch which no
       instruction touches, as libtpu holds what is stored there in registers.
@@ -88,6 +90,7 @@ class Ledger:
   used_semaphores: int | None = None
   kept_by_xla: tuple[int, ...] = ()
   spilled_bytes: int = 0
+  spilled_vector_bytes: int = 0
   staged_bytes: int = 0
   in_registers: tuple[int, ...] = ()
 
@@ -185,15 +188,19 @@ class Ledger:
     if self.collective_id is not None:
       lines.append(f"  barrier    of collective_id {self.collective_id}")
     if self.spilled_bytes:
-      lines.append(
-        f"  {self.spilled_bytes:,} of VMEM for vectors without a register"
-      )
+      lines.append(self._spilled())
     if self.staged_bytes:
       lines.append(f"  {self.staged_bytes:,} of VMEM to bring scalars to SMEM")
     if self.used_vmem_bytes is not None:
       for why, names in self._left_out().items():
         lines.append(f"  {why}: {', '.join(names)}")
     return "\n".join(lines)
+
+  def _spilled(self) -> str:
+    text = f"  {self.spilled_bytes:,} of VMEM for vectors without a register"
+    if self.spilled_vector_bytes > self.spilled_bytes:
+      text += f", which share room: {self.spilled_vector_bytes:,} together"
+    return text
 
   def _sum(self, memory: str) -> str:
     """A line: what is predicted, used and allowed of a memory."""

@@ -6,7 +6,7 @@ import json
 import math
 import re
 
-from coremesh.compiler import allocations, dumps
+from coremesh.compiler import allocations, dumps, spills
 from coremesh.compiler.ledger import Entry, Ledger
 
 _USED = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
@@ -17,9 +17,7 @@ _OPERAND_IN_VMEM = re.compile(
 _STAGED = re.compile(
   r"inlined_call_operand\.<no memory space> \[shape: \w+\[([\d,]*)\], index:"
 )
-_SPILLED = re.compile(r"vmem:\[#allocation(\d+)_spill")
 _TOUCHED = re.compile(r"#allocation(\d+)\b")
-_REGISTER_BYTES = 8 * 128 * 4
 _VMEM_COLOR = "1"
 # libtpu's number of the first scratch argument; before come three of its own.
 _FIRST_SCRATCH = 3
@@ -65,12 +63,13 @@ def _filled(
     return one
   bundles = operation.texts.get("bundles", "")
   kept = _OPERAND_IN_VMEM.findall(bundles)
-  spilled = set(_SPILLED.findall(bundles))
+  spilled = spills.of_bundles(bundles)
   one = dataclasses.replace(
     one,
     used_vmem_bytes=used_vmem_bytes,
     kept_by_xla=tuple(sorted({int(n) for n in kept})),
-    spilled_bytes=len(spilled) * _REGISTER_BYTES,
+    spilled_bytes=spilled.room_bytes,
+    spilled_vector_bytes=spilled.vector_bytes,
     staged_bytes=sum(map(_staged_bytes, _STAGED.findall(bundles))),
   )
   num_scratch = made.num_scratch if made else 0

@@ -1,6 +1,7 @@
 """What became of a kernel's buffers once it was compiled."""
 
 from coremesh.compiler.ledger import Entry, Ledger
+from coremesh.explanation import words
 
 MEMORIES = ("VMEM", "SMEM", "semaphores")
 
@@ -25,3 +26,15 @@ def held(ledger: Ledger, memory: str) -> int:
   """What is used of a memory, or predicted where nobody says what is used."""
   used = ledger.used(memory)
   return ledger.predicted(memory) if used is None else used
+
+
+def added(ledger: Ledger) -> list[tuple[str, str, int]]:
+  """What libtpu adds to the VMEM of a kernel: its name, a note, its bytes."""
+  vectors = ledger.spilled_vector_bytes
+  shares = vectors > ledger.spilled_bytes
+  together = f"share room, {words.num_bytes(vectors)} together"
+  rows = [
+    ("spilled registers", together if shares else "", ledger.spilled_bytes),
+    ("scalars on their way to SMEM", "", ledger.staged_bytes),
+  ]
+  return [row for row in rows if row[-1]]

@@ -128,13 +128,15 @@ def _ledger(ledger: Ledger) -> Table:
   )
   for entry in ledger.entries:
     made.add_row(*_buffer(entry, ledger), style="dim")
+  for name, note, num_bytes in memory.added(ledger):
+    size = words.num_bytes(num_bytes)
+    made.add_row("VMEM", name, note, "-", size, style="dim")
   for name in memory.MEMORIES:
     limit, held = ledger.limit(name), memory.held(ledger, name)
-    spilled = ledger.spilled_bytes if name == "VMEM" else 0
     made.add_row(
       name,
       "in all",
-      f"{words.num_bytes(spilled)} of it spilled" if spilled else "",
+      "",
       _amount(ledger.predicted(name), name),
       _amount(ledger.used(name), name),
       _amount(limit, name),

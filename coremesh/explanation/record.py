@@ -104,6 +104,7 @@ def _ledger(one: Ledger) -> dict[str, Any]:
     },
     "expected_vmem_bytes_per_core": one.expected_vmem_bytes,
     "spilled_bytes_per_core": one.spilled_bytes,
+    "spilled_vector_bytes_per_core": one.spilled_vector_bytes,
     "collective_id": one.collective_id,
     "buffers": [
       {
