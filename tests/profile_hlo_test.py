@@ -29,7 +29,7 @@ ENTRY %main.1 (a.1: s32[4], b.1: f32[8,128]) -> f32[8,128] {
 
 
 def _words(leaves):
-  return hlo.operand_words(hlo.parse(_TEXT), "k.1", leaves)
+  return hlo.operand_words(hlo.parse(_TEXT), "k.1", leaves, {})
 
 
 def test_operands_are_followed_through_copies_to_arguments():

@@ -20,6 +20,7 @@ from coremesh.profile.events import (
   Event,
   EventKind,
   Repeat,
+  Result,
   Target,
 )
 from coremesh.profile.values import Unknown, Word
@@ -59,6 +60,7 @@ class Effects:
     assumed: what was taken for granted, in words.
     lines: the lines of the program that wait, by bundle.
     sends: whether it sends to other cores.
+    results: what it copied from SMEM to operands in HBM.
   """
 
   def __init__(
@@ -75,6 +77,7 @@ class Effects:
     self.assumed: dict[str, None] = {}
     self.lines: dict[int, str] = {}
     self.sends = False
+    self.results: list[Result] = []
     # What the hardware calls the device.
     numbers = code.identity.table or range(code.num_devices)
     self._number = numbers[self.device]
@@ -178,6 +181,8 @@ class Effects:
       size = 0
     if place == "smem":
       self._fill(source, start, end, size * _WORDS_PER_GRANULE)
+    if (source, place) == ("smem", "hbm"):
+      self._keep(bundle, start, end, size * _WORDS_PER_GRANULE)
     if isinstance(flag, int) and (source, place) == ("hbm", "vmem"):
       other = addresses.of_copy_to_both(
         flag, core=self.core, device=self._number
@@ -334,6 +339,17 @@ class Effects:
     for i in range(count):
       is_given = words is not None and i < len(words)
       self.smem[end + i] = int(words[i]) if is_given else Unknown(cause)  # pyright: ignore
+
+  def _keep(self, bundle: int, start: Word, end: Word, count: Word) -> None:
+    """Notes what is copied from SMEM to an operand in HBM."""
+    if not all(isinstance(word, int) for word in (start, end, count)):
+      return
+    never = Unknown("SMEM that nothing has written")
+    words = tuple(self.smem.get(start + i, never) for i in range(count))  # pyright: ignore
+    for index, place in self._places.items():
+      offset = place.offset_words("hbm", end)  # pyright: ignore
+      if offset is not None:
+        self.results.append(Result(bundle, index, offset, words))
 
   def _words(
     self, source: str, start: Word, count: int

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from coremesh.profile.values import Word
+
 GRANULE_BYTES = 32  # of DMA sizes, on all chips: bundles of known copies
 
 type EventKind = Literal[
@@ -74,6 +76,22 @@ class Event(NamedTuple):
   unit_bytes: int = GRANULE_BYTES
 
 
+class Result(NamedTuple):
+  """A copy from SMEM to an operand in HBM.
+
+  Attributes:
+    bundle: where.
+    operand: its number.
+    first: the word of the operand it begins with.
+    words: what is copied.
+  """
+
+  bundle: int
+  operand: int
+  first: int
+  words: tuple[Word, ...]
+
+
 class Repeat(NamedTuple):
   """Events that come again and again; their cycles count from each time.
 
@@ -128,6 +146,7 @@ class Trace:
     group: cores of one device and group meet at barriers.
     lines: the lines of the program that wait, "file:line", by bundle.
     sends: whether any event may have a receiver.
+    results: what it copied from SMEM to operands in HBM.
   """
 
   core: int
@@ -141,6 +160,7 @@ class Trace:
   group: int = 0
   lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
   sends: bool = True
+  results: tuple[Result, ...] = ()
 
   def each_event(self) -> Iterator[Event]:
     """The events one by one, repetitions written out."""

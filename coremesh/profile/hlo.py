@@ -14,6 +14,7 @@ _SHAPE = re.compile(
   r"(?P<type>\w+)\[(?P<sizes>[\d,]*)\]"
   r"(?:\{(?P<order>[\d,]*)(?::T\((?P<tile>[\d,]+)\)(?P<more>[^}]*))?[^}]*\})?"
 )
+_PLACE = re.compile(r"^get-tuple-element\(.*\), index=(\d+)")
 _WORDS = {"s32": np.int32, "u32": np.uint32, "f32": np.float32}
 # The result is the operand, as it is.
 _SAME = ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier")
@@ -29,6 +30,7 @@ class Instruction:
     opcode: what it does.
     operands: names of instructions; the text of a constant or parameter.
     is_entry: whether it is run once, in the main computation.
+    place: of a result among several, for "get-tuple-element".
   """
 
   name: str
@@ -36,6 +38,7 @@ class Instruction:
   opcode: str
   operands: tuple[str, ...]
   is_entry: bool
+  place: int = 0
 
 
 def parse(text: str) -> dict[str, Instruction]:
@@ -54,6 +57,7 @@ def parse(text: str) -> dict[str, Instruction]:
         opcode=opcode.strip(),
         operands=tuple(_operands(inner)),
         is_entry=is_entry,
+        place=int(found_at[1]) if (found_at := _PLACE.search(rest)) else 0,
       )
   return found
 
@@ -85,7 +89,10 @@ def _operands(inner: str) -> list[str]:
 
 
 def operand_words(
-  program: dict[str, Instruction], name: str, leaves: Sequence[object]
+  program: dict[str, Instruction],
+  name: str,
+  leaves: Sequence[object],
+  produced: Mapping[str, Mapping[int, np.ndarray]],
 ) -> dict[int, np.ndarray]:
   """The words of the operands of an instruction that are known.
 
@@ -93,6 +100,8 @@ def operand_words(
     program: from `parse`.
     name: the instruction.
     leaves: the arguments of the program, in order; only arrays have values.
+    produced: words that operations have written, by the operation and the
+      number of the result.
 
   Returns:
     By the number of the operand, as it lies in memory. Operands that are
@@ -109,9 +118,25 @@ def operand_words(
       continue
     value = _value(program, operand, given)
     words = None if value is None else _laid_out(value, instruction.shape)
+    if words is None:
+      words = _written(program, instruction, produced)
     if words is not None:
       found[index] = words
   return found
+
+
+def _written(
+  program: dict[str, Instruction],
+  instruction: Instruction,
+  produced: Mapping[str, Mapping[int, np.ndarray]],
+) -> np.ndarray | None:
+  """The words of a result that an operation has written, all of them."""
+  source = instruction
+  if source.opcode == "get-tuple-element":
+    source = program[source.operands[0]]
+  words = produced.get(source.name, {}).get(instruction.place)
+  count = first_bytes(instruction.shape) // 4
+  return None if words is None or len(words) < count else words
 
 
 def words_of(

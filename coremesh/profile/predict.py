@@ -105,14 +105,15 @@ def of_compiled(
   counts = loops.executions(compiled.text("hlo"))
   leaves = [_leaf(x) for x in jax.tree.leaves(args)]
   predicted, left_out = [], []
-  for operation in compiled.operations:
+  made: dict[str, dict[int, np.ndarray]] = {}
+  for operation in _in_order(compiled, program):
     if operation.name in _AROUND:
       continue
-    words = _words(compiled, program, operation, leaves)
+    words = _words(compiled, program, operation, leaves, made)
     if details is not None:
       details.starts(operation.name)
     try:
-      found = _operation(compiled, operation, words, details)
+      found, results = _operation(compiled, operation, words, details)
     except errors.UnsupportedError as error:
       if operation.kernel is not None and details is not None:
         details.refused[operation.name] = str(error)
@@ -122,6 +123,7 @@ def of_compiled(
         ) from error
       left_out.append(f"{operation.name}: {error}")
       continue
+    made[operation.name] = _results(program, operation.name, results)
     predicted.append(_repeated(found, counts, program))
   copies, others = around.of_program(
     program, compiled, predicted, chip=device, counts=counts
@@ -132,6 +134,14 @@ def of_compiled(
     left_out=(*left_out, *others),
     predict_seconds=time.perf_counter() - start,
   )
+
+
+def _in_order(
+  compiled: Compiled, program: dict[str, hlo.Instruction]
+) -> list[Operation]:
+  """The operations as they are run: what one makes may steer a later one."""
+  places = {name: i for i, name in enumerate(program)}
+  return sorted(compiled.operations, key=lambda o: places.get(o.name, -1))
 
 
 def chip_of(compiled: Compiled) -> chips.Chip:
@@ -150,14 +160,27 @@ def _words(
   program: dict[str, hlo.Instruction],
   operation: Operation,
   leaves: Sequence[object],
+  made: Mapping[str, Mapping[int, np.ndarray]],
 ) -> dict[int, np.ndarray]:
   """What is known of the operands of an operation, as words of memory."""
-  found = hlo.operand_words(program, operation.name, leaves)
+  found = hlo.operand_words(program, operation.name, leaves, made)
   given = [k for k in compiled.operands if k.kernel == operation.kernel]
   alike = [o for o in compiled.operations if o.kernel == operation.kernel]
   if len(given) == len(alike) == 1:
     found = hlo.words_of(program, operation.name, given[0].values) | found
   return found
+
+
+def _results(
+  program: dict[str, hlo.Instruction],
+  name: str,
+  words: Mapping[int, np.ndarray],
+) -> dict[int, np.ndarray]:
+  """What is known of results, which are operands after all others."""
+  if name not in program:
+    return {}
+  count = len(program[name].operands)
+  return {i - count: found for i, found in words.items() if i >= count}
 
 
 def _repeated(
@@ -185,7 +208,8 @@ def _operation(
   operation: Operation,
   words: Mapping[int, np.ndarray],
   details: Details | None,
-) -> OperationPrediction:
+) -> tuple[OperationPrediction, dict[int, np.ndarray]]:
+  """What is predicted, and the words it is known to leave in operands."""
   chip, count = chip_of(compiled), compiled.num_devices
   if "bundles" in operation.texts:
     found = tensor_cores.timed(operation, chip, words, num_devices=count)
@@ -200,4 +224,4 @@ def _operation(
       log=found.log,
       busy=units.busy(found.program, found.rates),
     )
-  return summary.of_operation(operation, found, chip)
+  return summary.of_operation(operation, found, chip), dict(found.results)

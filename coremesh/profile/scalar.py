@@ -84,4 +84,5 @@ def trace_code(
     group=place.group,
     lines=done.lines,
     sends=done.sends,
+    results=tuple(done.results),
   )

@@ -13,6 +13,7 @@ from coremesh.profile import (
   dma,
   estimates,
   interconnect,
+  produced,
   rates,
 )
 from coremesh.profile.core import CoreTiming
@@ -82,7 +83,8 @@ def _run(
       raise errors.UnsupportedError(text) from error
 
   assumed = cast.assumed + ((interconnect.ASSUMED,) if cast.sends else ())
-  if len({t.device for t in cast.traces}) > 1:
+  is_alike = len({t.device for t in cast.traces}) == 1
+  if not is_alike:
     cast = cast.first(_slowest(cast, timings("central")))
   log = Log()
   found = {
@@ -97,6 +99,7 @@ def _run(
     timings={which: all_[: len(shown)] for which, all_ in found.items()},
     log=log,
     links=links("central"),
+    results=produced.words(shown, len(program.bundles)) if is_alike else {},
     assumed=assumed,
   )
 

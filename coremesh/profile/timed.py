@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 import dataclasses
 
+import numpy as np
+
 from coremesh.profile.bundles import Program
 from coremesh.profile.core import CoreTiming
 from coremesh.profile.events import Trace
@@ -26,6 +28,8 @@ class Timed:
     before_cycles: from the start of the operation to that of its cores, by the
       model; {} if they start at once.
     assumed: what was taken for granted beside what the traces say.
+    results: words that are known of operands it writes, by their number, if
+      they are the same on all devices.
   """
 
   program: Program
@@ -36,3 +40,4 @@ class Timed:
   links: Links | None = None
   before_cycles: Mapping[str, float] = dataclasses.field(default_factory=dict)
   assumed: tuple[str, ...] = ()
+  results: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
