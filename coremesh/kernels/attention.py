@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import _compat, errors
-from coremesh.kernels import attention_call, attention_forward
+from coremesh import _compat
+from coremesh.kernels import (
+  attention_backward,
+  attention_call,
+  attention_forward,
+)
 from coremesh.kernels.attention_blocks import Blocks
 from coremesh.kernels.attention_call import Call, Operands, Window, problem_of
 
@@ -141,8 +145,7 @@ def _forward(call, q, k, v, operands):
 
 
 def _backward(call, residuals, gradients):
-  # attention_backward.gradients(call, residuals, d_out, d_lse) goes here.
-  raise errors.UnsupportedError("attention has no backward kernel yet.")
+  return attention_backward.gradients(call, residuals, *gradients)
 
 
 _attention.defvjp(_forward, _backward)
