@@ -7,24 +7,22 @@ import math
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import _compat, errors, launch, place
-from coremesh.kernels import matmul_blocks, matmul_body
-from coremesh.kernels.matmul_blocks import Blocks, Product
-from coremesh.kernels.matmul_body import TILE, Plan
+from coremesh import _compat
+from coremesh.kernels import matmul_launch
+from coremesh.kernels.matmul_blocks import Blocks
 from coremesh.kernels.matmul_call import (
   Call,
   Epilogue,
   as_weights,
   check,
   default_out_dtype,
+  of_rank,
   parted,
   sum_dtype,
 )
-from coremesh.partition import num_blocks
 from coremesh.spec import Case, KernelSpec
 
 _SEARCHED = (
@@ -130,18 +128,18 @@ def matmul_reference(
     )
     for a in weights
   ]
-  operands = tuple(_of_rank(totals[0].ndim, operands))
+  operands = tuple(of_rank(totals[0].ndim, operands))
   result = epilogue(*totals, *operands) if epilogue else totals[0]
   return result.astype(out_dtype or default_out_dtype(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(call: Call, *arrays: jax.Array) -> jax.Array:
-  return _forward_kernel(call, *arrays)
+  return _in_one_launch(call, *arrays)
 
 
 def _forward(call, *arrays):
-  return _forward_kernel(call, *arrays), arrays
+  return _in_one_launch(call, *arrays), arrays
 
 
 def _backward(call, arrays, gradient):
@@ -155,7 +153,7 @@ def _backward(call, arrays, gradient):
     totals = [_matmul(bare, x, w) for w in weights]
 
     def finish(*operands):
-      operands = _of_rank(gradient.ndim, operands)
+      operands = of_rank(gradient.ndim, operands)
       return call.epilogue(*operands).astype(call.out_dtype)
 
     _, pull = jax.vjp(finish, *totals, *operands)
@@ -215,101 +213,50 @@ def _no_gradient(array: jax.Array) -> np.ndarray:
   return np.zeros(array.shape, jax.dtypes.float0)
 
 
-def _forward_kernel(call: Call, *arrays: jax.Array) -> jax.Array:
-  x, weights, operands = parted(call, arrays)
-  batch, m, n, k = call.product(x, weights[0])
-  out_shape = (*batch, m, n)
-  if 0 in (*out_shape, k):
-    return _without_sum(call, out_shape, arrays)
-  if (rows := _as_rows(call, batch, arrays)) is not None:
-    return _forward_kernel(call, *rows).reshape(out_shape)
-  chip = place.current_chip()
-  problem = Product(
-    batch=math.prod(batch),
-    rows=m,
-    columns=n,
-    inner=k,
-    num_weights=call.num_weights,
-    in_bytes=x.dtype.itemsize,
-    out_bytes=call.out_dtype.itemsize,
-    full_bytes=sum(
-      o.dtype.itemsize for o in operands if o.shape[-2:] == (m, n)
-    ),
-    row_tile=TILE if call.transpose_x else 32 // x.dtype.itemsize,
+def _in_one_launch(call: Call, *arrays: jax.Array) -> jax.Array:
+  """The product, which under jax.vmap is one launch for all elements."""
+  run = jax.custom_batching.custom_vmap(
+    functools.partial(matmul_launch.run, call)
   )
-  blocks = call.blocks or matmul_blocks.choose(problem, chip)
-  if blocks.rows < m and blocks.rows % problem.row_tile:
-    raise errors.ShapeError(
-      f"rows of Blocks must be a multiple of {problem.row_tile} for"
-      f" {x.dtype} with transpose_x={call.transpose_x}, or at least all {m};"
-      f" got {blocks.rows}."
-    )
-  plan = Plan(
-    call=call,
-    rank=len(out_shape),
-    grid=(
-      *batch,
-      num_blocks(m, blocks.rows),
-      num_blocks(n, blocks.columns),
-      num_blocks(k, blocks.inner),
-    ),
-    blocks={
-      "m": min(m, blocks.rows),
-      "n": min(n, blocks.columns),
-      "k": min(k, blocks.inner),
-    },
-    split="m" if blocks.split == "rows" else "n",
-    inner=k,
-  )
-  operands = _of_rank(2, operands)
-  sum_type = pltpu.VMEM(
-    (plan.blocks["m"], plan.blocks["n"]), sum_dtype(x.dtype)
-  )
-  kernel = launch.kernel(
-    functools.partial(matmul_body.product, plan, num_operands=len(operands)),
-    mesh=chip.tensor_cores("core"),
-    out=jax.ShapeDtypeStruct(out_shape, call.out_dtype),
-    scratch=[sum_type] * (call.num_weights if plan.num_steps > 1 else 0),
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=matmul_blocks.vmem_limit_bytes(problem, blocks, chip)
-    ),
-    num_links=0,
-    name="matmul",
-  )
-  return kernel(x, *weights, *operands)
+
+  @run.def_vmap
+  def batched(size, is_batched, *arrays):
+    return _in_one_launch(call, *_batched(call, size, is_batched, arrays)), True
+
+  return run(*arrays)
 
 
-def _of_rank(rank: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-  """The arrays with at least `rank` axes."""
-  return [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
+def _batched(
+  call: Call,
+  size: int,
+  is_batched: Sequence[bool],
+  arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
+  """The arrays of a product with one more leading axis.
 
+  Those that jax.vmap does not batch broadcast along it.
 
-def _without_sum(call: Call, shape: tuple[int, ...], arrays) -> jax.Array:
-  """A product without elements, or whose sums have no terms."""
-  x, _, operands = parted(call, arrays)
-  zeros = _compat.varying_as(
-    jax.typeof(x), jnp.zeros(shape, sum_dtype(x.dtype))
-  )
-  if call.epilogue is not None and 0 not in shape:
-    operands = _of_rank(zeros.ndim, operands)
-    zeros = call.epilogue(*[zeros] * call.num_weights, *operands)
-  return zeros.astype(call.out_dtype)
-
-
-def _as_rows(call: Call, batch, arrays) -> Sequence[jax.Array] | None:
-  """The arrays with the leading axes of x as rows, if that is the same."""
-  x, weights, operands = parted(call, arrays)
-  if not batch or call.transpose_x or any(w.ndim > 2 for w in weights):
-    return None
-  rows = []
-  for o in operands:
-    if o.ndim < 2 or o.shape[:-1] == (1,) * (o.ndim - 1):
-      rows.append(o.reshape(o.shape[-1:]) if o.ndim else o)
-    elif o.shape[:-1] == x.shape[:-1]:
-      rows.append(o.reshape(-1, o.shape[-1]))
-    else:
-      return None
-  return [x.reshape(-1, x.shape[-1]), *weights, *rows]
+  Args:
+    call: what is asked for.
+    size: of the new axis.
+    is_batched: which arrays have it, in front.
+    arrays: x, weights and operands.
+  """
+  flags = list(is_batched)
+  factors = range(1 + call.num_weights)
+  rank = max(arrays[i].ndim - flags[i] for i in factors)
+  repeated = {0} if not any(flags[i] for i in factors) else set()
+  if any(flags[i] for i in factors[1:]):  # All weights have one shape.
+    repeated |= {i for i in factors[1:] if not flags[i]}
+  result = []
+  for i, (array, flag) in enumerate(zip(arrays, flags, strict=True)):
+    if i in repeated:
+      array, flag = jnp.broadcast_to(array, (size, *array.shape)), True
+    if flag:
+      missing = (1,) * (rank - (array.ndim - 1))
+      array = array.reshape(size, *missing, *array.shape[1:])
+    result.append(array)
+  return result
 
 
 def _sizes(x, w, *operands, **options) -> tuple[int, int, int, int, int]:

@@ -123,3 +123,8 @@ def check(call: Call, x, weights, operands) -> None:
     raise errors.ShapeError(
       f"{len(operands)} operands are given and no epilogue that takes them."
     )
+
+
+def of_rank(rank: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  """The arrays with at least `rank` axes, those they lack of size 1."""
+  return [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
