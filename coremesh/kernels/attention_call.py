@@ -261,7 +261,7 @@ def checked_operands(
 
 def _is_count(value: Any) -> bool:
   is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  return is_int and value >= 0
+  return is_int and int(value) >= 0
 
 
 def _is_finite(value: Any) -> bool:

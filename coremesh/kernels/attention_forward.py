@@ -1,19 +1,18 @@
 """The forward kernel of attention: its blocks, and what a step does."""
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
 from coremesh import launch, place
+from coremesh.kernels import attention_blocks, attention_turns, batching
 from coremesh.kernels import attention_masks as masks
-from coremesh.kernels import batching
 from coremesh.kernels.attention_blocks import Blocks
 from coremesh.kernels.attention_call import (
   Call,
@@ -23,11 +22,9 @@ from coremesh.kernels.attention_call import (
   problem_of,
 )
 from coremesh.kernels.attention_masks import Span
+from coremesh.kernels.attention_tiles import Scratch, Tiles, scratch_types
+from coremesh.kernels.attention_turns import quotient
 from coremesh.kernels.attention_units import Unit, Units
-from coremesh.kernels.blocks import iota
-
-_INFINITY = float("inf")
-_LOG2_E = math.log2(math.e)
 
 
 def forward(
@@ -48,13 +45,13 @@ def _run(call, q, k, v, operands) -> list[jax.Array]:
   problem = problem_of(call, q, k, v, operands)
   lead = q.shape[:-3]
   chip = place.current_chip()
-  blocks = call.blocks or Blocks()
+  blocks = attention_blocks.chosen(
+    problem,
+    num_mxu_columns=chip.mxu_columns,
+    vmem_bytes=chip.vmem_bytes_per_tensor_core,
+  )
   plan = Plan(
-    problem=problem,
-    rows=blocks.rows,
-    keys=blocks.keys,
-    part=blocks.part,
-    num_cores=chip.tensor_cores_per_device,
+    problem=problem, blocks=blocks, num_cores=chip.tensor_cores_per_device
   )
   heads = problem.batch, problem.heads
   kernel = launch.kernel(
@@ -64,10 +61,7 @@ def _run(call, q, k, v, operands) -> list[jax.Array]:
       jax.ShapeDtypeStruct((*heads, problem.q_len, problem.d_v), q.dtype),
       jax.ShapeDtypeStruct((*heads, 1, problem.q_len), jnp.float32),
     ),
-    scratch=[
-      pltpu.VMEM((problem.d_v, plan.rows), jnp.float32),
-      pltpu.VMEM((2, plan.rows), jnp.float32),
-    ],
+    scratch=scratch_types(problem, blocks)._asdict(),
     compiler_params=pltpu.CompilerParams(
       vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
     ),
@@ -90,16 +84,12 @@ class Plan:
 
   Attributes:
     problem: what is asked for.
-    rows: of a block.
-    keys: of a block.
-    part: of a block of keys whose scores are computed at once.
+    blocks: sizes.
     num_cores: of a device.
   """
 
   problem: Problem
-  rows: int
-  keys: int
-  part: int
+  blocks: Blocks
   num_cores: int
 
   @property
@@ -107,241 +97,222 @@ class Plan:
     """The blocks of rows of all cores."""
     return Units(
       problem=self.problem,
-      blocks=pl.cdiv(self.problem.q_len, self.rows),
+      blocks=pl.cdiv(self.problem.q_len, self.blocks.rows),
       num_cores=self.num_cores,
     )
 
   @property
   def steps(self) -> int:
     """Blocks of keys."""
-    return pl.cdiv(self.problem.kv_len, self.keys)
+    return pl.cdiv(self.problem.kv_len, self.blocks.keys)
 
-  def rows_of(self, unit: Unit) -> Span:
-    """The rows of a unit."""
-    start = unit.block * self.rows
-    return Span(start, masks.smaller(start + self.rows, self.problem.q_len))
+  @property
+  def has_edge(self) -> bool:
+    """Whether all that does not count is above a diagonal.
+
+    One that meets blocks and turns in their corners, so that it is known
+    before which tiles it cuts.
+    """
+    band, blocks = masks.band(self.problem), self.blocks
+    operands = set(self.problem.operands)
+    if band.first is not None or band.last is None or operands - {"bias"}:
+      return False
+    whole = blocks.part if self.steps == 1 else blocks.rows
+    return (
+      band.last >= 0
+      and band.last + self.problem.q_len == self.problem.kv_len
+      and band.last % whole == 0
+      and blocks.rows % blocks.part == 0
+      and blocks.keys % whole == 0
+      and self.problem.q_len % blocks.rows == 0
+      and self.problem.kv_len % blocks.part == 0
+    )
+
+  @property
+  def has_masked(self) -> bool:
+    """Whether there are turns in which some scores may not count."""
+    band = masks.band(self.problem)
+    if self.has_edge:
+      return False
+    is_whole = self.problem.kv_len % self.blocks.part == 0
+    has_band = (band.first, band.last) != (None, None)
+    return (
+      has_band or not is_whole or bool(set(self.problem.operands) - {"bias"})
+    )
 
   def keys_of(self, unit: Unit, num_keys: Any) -> Span:
     """The keys that its rows may count."""
-    span = masks.band(self.problem).some_keys(self.rows_of(unit))
-    return span if num_keys is None else span.cut(Span(0, num_keys))
+    return self._valid(
+      masks.band(self.problem).some_keys(self._rows(unit)), num_keys
+    )
 
-  def unmasked_keys_of(self, unit: Unit, num_keys: Any) -> Span:
+  def clear_keys_of(self, unit: Unit, num_keys: Any) -> Span:
     """The keys that every one of its rows counts."""
     if "row_segments" in self.problem.operands:
       return Span(0, 0)
-    span = masks.band(self.problem).all_keys(self.rows_of(unit))
-    return span if num_keys is None else span.cut(Span(0, num_keys))
+    return self._valid(
+      masks.band(self.problem).all_keys(self._rows(unit)), num_keys
+    )
+
+  def _rows(self, unit: Unit) -> Span:
+    start = unit.block * self.blocks.rows
+    return Span(
+      start, masks.smaller(start + self.blocks.rows, self.problem.q_len)
+    )
+
+  def _valid(self, keys: Span, num_keys: Any) -> Span:
+    return keys if num_keys is None else keys.cut(Span(0, num_keys))
 
 
-def _body(plan: Plan, *refs: Any) -> None:
+def _body(plan: Plan, *refs: Any, **scratch: Any) -> None:
   """All units of a core."""
-  problem = plan.problem
-  count = 3 + len(problem.operands)
-  inputs, (out, lse), scratch = refs[:count], refs[count : count + 2], refs[-2:]
-  if "num_keys" not in problem.operands:
-    _pipeline(plan, inputs, (out, lse), scratch, None)
+  count = 3 + len(plan.problem.operands)
+  inputs, outs = refs[:count], refs[count:]
+  run = functools.partial(_pipeline, plan, Scratch(**scratch))
+  if "num_keys" not in plan.problem.operands:
+    run(inputs, outs, None)
     return
 
   def with_lengths(num_keys_smem):
     pltpu.sync_copy(inputs[-1], num_keys_smem)
-    _pipeline(plan, inputs[:-1], (out, lse), scratch, num_keys_smem)
+    run(inputs[:-1], outs, num_keys_smem)
 
   pl.run_scoped(with_lengths, pltpu.SMEM(inputs[-1].shape, jnp.int32))
 
 
-def _pipeline(plan: Plan, inputs, outs, scratch, num_keys_smem) -> None:
+def _pipeline(
+  plan: Plan, scratch: Scratch, inputs, outs, num_keys_smem
+) -> None:
+  """Copies blocks in and out, for each unit and block of keys."""
   core = jax.lax.axis_index("core")
   units = plan.units
-
-  def unit_at(index) -> Unit:
-    return units.unit(core, index)
-
-  def num_keys_of(unit: Unit) -> Any:
-    if num_keys_smem is None:
-      return None
-    single = num_keys_smem.shape == (1,)
-    return jnp.clip(
-      num_keys_smem[0 if single else unit.batch], 0, plan.problem.kv_len
-    )
-
-  def block_of_keys(unit: Unit, step: Any) -> Any:
-    """The block at a step; where that counts nowhere, one that is there."""
-    keys = plan.keys_of(unit, num_keys_of(unit))
-    if plan.steps == 1:
-      return 0
-    last = masks.greater(_block(keys.stop - 1, plan.keys), 0)
-    first = masks.smaller(_block(keys.start, plan.keys), last)
-    return masks.greater(masks.smaller(step, last), first)
-
-  def by_name(name: str, ref: Any) -> pl.BlockSpec:
-    return _spec(plan, name, ref, unit_at, block_of_keys)
-
   names = (
     "q",
     "k",
     "v",
     *(n for n in plan.problem.operands if n != "num_keys"),
+    "out",
+    "lse",
   )
 
-  def step(*refs):
-    unit = unit_at(pl.program_id(0))
-    blocks = dict(zip((*names, "out", "lse"), refs, strict=True))
-    _step(plan, unit, num_keys_of(unit), blocks, scratch)
+  def num_keys_of(unit: Unit) -> Any:
+    if num_keys_smem is None:
+      return None
+    element = 0 if num_keys_smem.shape == (1,) else unit.batch
+    return jnp.clip(num_keys_smem[element], 0, plan.problem.kv_len)
 
+  def place_of(index: Any, step: Any) -> Place:
+    unit = units.unit(core, index)
+    keys = plan.keys_of(unit, num_keys_of(unit))
+    return Place(unit=unit, keys=_nearest_block(keys, step, plan))
+
+  def step(*blocks):
+    unit = units.unit(core, pl.program_id(0))
+    block = 0 if plan.steps == 1 else pl.program_id(1)
+    here = Tiles(
+      problem=plan.problem,
+      blocks=plan.blocks,
+      refs=dict(zip(names, blocks, strict=True)),
+      scratch=scratch,
+      first_row=unit.block * plan.blocks.rows,
+      first_key=block * plan.blocks.keys,
+      num_keys=num_keys_of(unit),
+    )
+    _step(plan, here, unit)
+
+  specs = [
+    _spec(plan, name, ref.shape, place_of)
+    for name, ref in zip(names, (*inputs, *outs), strict=True)
+  ]
   pltpu.emit_pipeline(
     step,
     grid=(units.count(core), plan.steps),
-    in_specs=[by_name(n, r) for n, r in zip(names, inputs, strict=True)],
-    out_specs=[by_name("out", outs[0]), by_name("lse", outs[1])],
+    in_specs=specs[:-2],
+    out_specs=specs[-2:],
   )(*inputs, *outs)
 
 
-def _block(index: Any, size: int) -> Any:
-  return (
-    index // size
-    if isinstance(index, int)
-    else jax.lax.div(index, np.int32(size))
-  )
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+  """Which blocks a step needs: of a unit, and of keys."""
+
+  unit: Unit
+  keys: Any
 
 
-def _spec(plan, name, ref, unit_at, block_of_keys) -> pl.BlockSpec:
-  """The blocks of an array; those of size 1 broadcast."""
-  by_head = {"q": "head", "out": "head", "lse": "head", "bias": "head"}
-  rows_axis = {"q": 2, "out": 2, "lse": 3, "bias": 2, "row_segments": 3}
-  keys_axis = {"k": 2, "v": 2, "bias": 3, "key_segments": 3}
-  shape = list(ref.shape)
-  sizes: list[Any] = [None, None, *shape[2:]]
-  rows, keys = rows_axis.get(name), keys_axis.get(name)
-  is_bias = name == "bias"
-  if rows is not None and not (is_bias and shape[rows] == 1):
-    sizes[rows] = plan.rows
-  else:
-    rows = None
-  if keys is not None and not (is_bias and shape[keys] == 1):
-    sizes[keys] = plan.keys
-  else:
-    keys = None
+def _nearest_block(keys: Span, step: Any, plan: Plan) -> Any:
+  """The block of keys of a step, or if none of it counts, one that is there."""
+  if plan.steps == 1:
+    return 0
+  last = masks.greater(quotient(keys.stop - 1, plan.blocks.keys), 0)
+  first = masks.smaller(quotient(keys.start, plan.blocks.keys), last)
+  return masks.greater(masks.smaller(step, last), first)
+
+
+# Which axis of an array, in four axes, holds rows, and which keys.
+_ROWS_AXIS = {"q": 2, "out": 2, "lse": 3, "bias": 2, "row_segments": 3}
+_KEYS_AXIS = {"k": 2, "v": 2, "bias": 3, "key_segments": 3}
+
+
+def _spec(
+  plan: Plan,
+  name: str,
+  shape: Sequence[int],
+  place_of: Callable[[Any, Any], Place],
+) -> pl.BlockSpec:
+  """The blocks of an array, which may be broadcast along axes of size 1."""
+  lengths = {2: shape[2], 3: shape[3]}
+  rows, keys = _ROWS_AXIS.get(name), _KEYS_AXIS.get(name)
+  if name == "bias":
+    rows = None if shape[2] == 1 else rows
+    keys = None if shape[3] == 1 else keys
+  if rows:
+    lengths[rows] = plan.blocks.rows
+  if keys:
+    lengths[keys] = plan.blocks.keys
 
   def index_map(index, step):
-    unit = unit_at(index)
-    head = unit.head if name in by_head else unit.kv_head
-    at = [unit.batch, head, 0, 0]
-    if shape[0] == 1:
-      at[0] = 0
-    if shape[1] == 1:
-      at[1] = 0
-    if rows is not None:
-      at[rows] = unit.block
-    if keys is not None:
-      at[keys] = block_of_keys(unit, step)
-    return tuple(at)
+    place = place_of(index, step)
+    unit = place.unit
+    head = unit.kv_head if name in ("k", "v") else unit.head
+    at = {rows: unit.block, keys: place.keys}
+    return (
+      0 if shape[0] == 1 else unit.batch,
+      0 if shape[1] == 1 else head,
+      at.get(2, 0),
+      at.get(3, 0),
+    )
 
-  return pl.BlockSpec(tuple(sizes), index_map)
+  return pl.BlockSpec((None, None, lengths[2], lengths[3]), index_map)
 
 
-def _step(plan: Plan, unit, num_keys, refs, scratch) -> None:
+def _step(plan: Plan, here: Tiles, unit: Unit) -> None:
   """The scores of a unit with a block of keys."""
-  sums_vmem, state_vmem = scratch
   step = pl.program_id(1)
-
-  @pl.when(step == 0)
-  def _():
-    sums_vmem[...] = jnp.zeros_like(sums_vmem)
-    state_vmem[0:1] = jnp.full((1, plan.rows), -_INFINITY)
-    state_vmem[1:2] = jnp.zeros((1, plan.rows))
-
-  first = step * plan.keys
-  some = plan.keys_of(unit, num_keys)
-  every = plan.unmasked_keys_of(unit, num_keys)
-
-  def part(index, is_masked):
-    _part(plan, unit, num_keys, refs, scratch, index, is_masked=is_masked)
-
-  def local(key, rounding):
-    return jnp.clip(
-      jax.lax.div(jnp.int32(key - first + rounding), np.int32(plan.part)),
-      0,
-      plan.keys // plan.part,
-    )
-
-  start = local(some.start, 0)
-  stop = jnp.where(
-    some.stop > some.start, local(some.stop, plan.part - 1), start
+  turns = attention_turns.turns(
+    plan.blocks,
+    first_key=here.first_key,
+    some=plan.keys_of(unit, here.num_keys),
+    every=plan.clear_keys_of(unit, here.num_keys),
+    has_masked=plan.has_masked,
   )
-  inner = jnp.clip(local(every.start, plan.part - 1), start, stop)
-  outer = jnp.clip(local(every.stop, 0), inner, stop)
-  for low, high, is_masked in (
-    (start, inner, True),
-    (inner, outer, False),
-    (outer, stop, True),
-  ):
 
-    def turn(i, _, is_masked=is_masked):
-      part(i, is_masked)
+  def sweep():
+    here.start(turns.first)
+    turns.sweep(here)
+    if plan.has_edge:
+      is_here = plan.steps == 1 or turns.stop > turns.clear_stop
+      _when(is_here, lambda: here.edge(turns.clear_stop))
+    here.finish()
 
-    jax.lax.fori_loop(low, high, turn, None)
-
-  @pl.when(step == plan.steps - 1)
-  def _():
-    largest, total = state_vmem[0:1], state_vmem[1:2]
-    scale = jnp.where(total == 0, 0.0, 1 / total)
-    refs["out"][...] = (sums_vmem[...] * scale).T.astype(refs["out"].dtype)
-    refs["lse"][...] = jnp.where(
-      total == 0, -_INFINITY, largest / _LOG2_E + jnp.log(total)
-    )
+  pl.when(step == 0)(here.clear)
+  _when(turns.any, sweep)
+  pl.when(step == plan.steps - 1)(here.write)
 
 
-def _part(plan, unit, num_keys, refs, scratch, index, *, is_masked) -> None:
-  sums_vmem, state_vmem = scratch
-  problem, call = plan.problem, plan.problem.call
-  here = pl.ds(pl.multiple_of(index * plan.part, plan.part), plan.part)
-  scores = jax.lax.dot_general(
-    refs["k"][here],
-    refs["q"][...],
-    (((1,), (1,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
-  if call.soft_cap is None:
-    scores = scores * (call.scale * _LOG2_E)
-  else:
-    capped = jnp.tanh(scores * (call.scale / call.soft_cap))
-    scores = capped * (call.soft_cap * _LOG2_E)
-  if "bias" in refs:
-    bias = refs["bias"]
-    bias = bias[:, here] if bias.shape[1] > 1 else bias[...]
-    scores = scores + bias.astype(jnp.float32).T * _LOG2_E
-  v = refs["v"][here]
-  if is_masked:
-    first = pl.program_id(1) * plan.keys + index * plan.part
-    keys = first + iota((plan.part, 1), 0)
-    segments = {}
-    if "row_segments" in refs:
-      segments["row_segments"] = refs["row_segments"][...]
-      key_segments = refs["key_segments"][:, here]
-      key_segments = jnp.broadcast_to(key_segments, (8, plan.part)).T[:, :1]
-      segments["key_segments"] = key_segments
-    counted = masks.counted(
-      problem,
-      rows=unit.block * plan.rows + iota((1, plan.rows), 1),
-      keys=keys,
-      num_keys=num_keys,
-      **segments,
-    )
-    scores = jnp.where(counted, scores, -_INFINITY)
-    segments.pop("row_segments", None)
-    known = masks.counted_keys(problem, keys, num_keys=num_keys, **segments)
-    v = jnp.where(known, v, jnp.zeros_like(v))
-  largest, total = state_vmem[0:1], state_vmem[1:2]
-  new = jnp.maximum(largest, jnp.max(scores, axis=0, keepdims=True))
-  base = jnp.where(new == -_INFINITY, 0.0, new)
-  terms = jnp.exp2(scores - base)
-  shrink = jnp.exp2(largest - base)
-  state_vmem[0:1] = new
-  state_vmem[1:2] = total * shrink + jnp.sum(terms, axis=0, keepdims=True)
-  sums_vmem[...] = sums_vmem[...] * shrink + jax.lax.dot_general(
-    v,
-    terms.astype(v.dtype),
-    (((0,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
+def _when(condition: Any, do: Callable[[], None]) -> None:
+  """`pl.when`, without a branch where the answer is known."""
+  if not isinstance(condition, bool):
+    pl.when(condition)(do)
+  elif condition:
+    do()
