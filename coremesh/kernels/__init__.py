@@ -3,9 +3,24 @@
 Call them inside `jax.shard_map` on every device, or outside it on one.
 """
 
+from coremesh.kernels import epilogues as epilogues
+from coremesh.kernels.attention import attention as attention
+from coremesh.kernels.attention import (
+  attention_reference as attention_reference,
+)
 from coremesh.kernels.elementwise import elementwise as elementwise
 from coremesh.kernels.elementwise import (
   elementwise_reference as elementwise_reference,
+)
+from coremesh.kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from coremesh.kernels.grouped_matmul import (
+  grouped_matmul_reference as grouped_matmul_reference,
+)
+from coremesh.kernels.grouped_weight_gradient import (
+  grouped_weight_gradient as grouped_weight_gradient,
+)
+from coremesh.kernels.grouped_weight_gradient import (
+  grouped_weight_gradient_reference as grouped_weight_gradient_reference,
 )
 from coremesh.kernels.matmul import matmul as matmul
 from coremesh.kernels.matmul import matmul_reference as matmul_reference

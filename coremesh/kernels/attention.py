@@ -1,6 +1,9 @@
 """Attention without its scores in HBM, on all TensorCores of a device."""
 
+import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,10 @@ from coremesh.kernels import (
   attention_call,
   attention_forward,
 )
+from coremesh.kernels import attention_masks as masks
 from coremesh.kernels.attention_blocks import Blocks
 from coremesh.kernels.attention_call import Call, Operands, Window, problem_of
+from coremesh.spec import Case, KernelSpec
 
 _INFINITY = float("inf")
 
@@ -149,3 +154,101 @@ def _backward(call, residuals, gradients):
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _num_flops(q, k, v, *_, **options) -> int:
+  """Of the two products, for the pairs of row and key that count."""
+  call = attention_call.checked_call(
+    d_qk=q.shape[-1],
+    is_causal=options.get("is_causal", False),
+    window=options.get("window"),
+    scale=None,
+    soft_cap=None,
+    blocks=None,
+  )
+  problem = problem_of(call, q, k, v, Operands())
+  rows = np.arange(problem.q_len)
+  band = masks.band(problem)
+  last = problem.kv_len - 1 if band.last is None else rows + band.last
+  first = 0 if band.first is None else rows + band.first
+  stop = np.clip(last + 1, 0, problem.kv_len) + 0 * rows
+  pairs = int(np.maximum(stop - np.maximum(first, 0), 0).sum())
+  heads = problem.batch * problem.heads
+  return 2 * heads * pairs * (problem.d_qk + problem.d_v)
+
+
+def _num_bytes(q, k, v, *more, **_) -> int:
+  out = math.prod(q.shape[:-1]) * v.shape[-1] * q.dtype.itemsize
+  arrays = (q, k, v, *more)
+  return out + sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+def _case(
+  *q_shape: int,
+  kv_heads: int | None = None,
+  kv_len: int | None = None,
+  with_segments: bool = False,
+  **options: Any,
+) -> Case:
+  """Attention of bfloat16 with q [batch, heads, q_len, d]."""
+  batch, heads, q_len, d = q_shape
+  kv_shape = batch, kv_heads or heads, kv_len or q_len, d
+  shapes = q_shape, kv_shape, kv_shape
+  arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+  if with_segments:
+    arrays.append(jax.ShapeDtypeStruct((batch, q_len), jnp.int32))
+  return Case(args=tuple(arrays), options=options)
+
+
+def _with_segments(q, k, v, segment_ids, **options):
+  return attention(q, k, v, segment_ids=segment_ids, **options)
+
+
+def _with_segments_reference(q, k, v, segment_ids, **options):
+  return attention_reference(q, k, v, segment_ids=segment_ids, **options)
+
+
+_SEARCHED = (
+  None,
+  *(
+    Blocks(rows=rows, part=part, tile_rows=tile_rows, tile_keys=tile_keys)
+    for rows in (1024, 2048)
+    for part in (512, 1024)
+    for tile_rows in (256, 512)
+    for tile_keys in (128, 256)
+  ),
+)
+
+SPEC = KernelSpec(
+  name="attention",
+  function=attention,
+  reference=attention_reference,
+  cases={
+    "16x16384": _case(1, 16, 16384, 128),
+    "16x16384 causal": _case(1, 16, 16384, 128, is_causal=True),
+    "4x16x4096 causal": _case(4, 16, 4096, 128, is_causal=True),
+    "2x32/8x8192 causal": _case(2, 32, 8192, 128, kv_heads=8, is_causal=True),
+    "16x8192 window 1024": _case(
+      1, 16, 8192, 128, is_causal=True, window=(1023, 0)
+    ),
+    "16x4096 soft cap": _case(1, 16, 4096, 128, soft_cap=50.0),
+    "32x4096 d 64": _case(1, 32, 4096, 64, is_causal=True),
+    "8x4096 d 256": _case(1, 8, 4096, 256, is_causal=True),
+    "8x32/8x1 of 8192": _case(8, 32, 1, 128, kv_heads=8, kv_len=8192),
+    "4x200 of 300": _case(1, 4, 200, 64, kv_len=300, is_causal=True),
+  },
+  search_space={"blocks": _SEARCHED},
+  num_flops=_num_flops,
+  num_bytes=_num_bytes,
+)
+SEGMENTS = dataclasses.replace(
+  SPEC,
+  name="attention with segments",
+  function=_with_segments,
+  reference=_with_segments_reference,
+  cases={
+    "16x4096 causal": _case(
+      1, 16, 4096, 128, with_segments=True, is_causal=True
+    )
+  },
+)
