@@ -424,3 +424,30 @@ def test_compiles(name):
   ]
   compiled = cm.compile(mapped, *(jax.ShapeDtypeStruct(*t) for t in types))
   assert [k.name for k in compiled.kernels] == ["matmul", "matmul"]
+
+
+@pytest.mark.parametrize(
+  ("x_shape", "w_shape"),
+  [
+    ((250, 130), (130, 384)),
+    ((16, 250), (250, 130)),
+    ((250, 128), (128, 130)),
+  ],
+  ids=["x turned", "w turned", "output turned"],
+)
+def test_no_array_is_copied_to_another_layout(x_shape, w_shape):
+  mesh = cm.chip("v5p:2x2x1").device_mesh("device", on="compiler")
+  fn = jax.shard_map(matmul, mesh=mesh, in_specs=P(), out_specs=P())
+  types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (x_shape, w_shape)]
+  hlo = cm.compile(jax.jit(fn), *types).text("hlo")
+  assert "custom-call" in hlo
+  assert " copy(" not in hlo
+
+
+def test_what_is_turned_for_its_layout_is_the_same_product():
+  x, w = _normal((250, 130)), _normal((130, 250), seed=1)
+  blocks = Blocks(rows=128, columns=256, inner=256, part=128)
+  _check_product(matmul(x, w), x, w)
+  _check_product(matmul(x, w, blocks=blocks), x, w)
+  y = matmul(w.T, x.T, transpose_x=True, transpose_w=True)
+  _check_product(y, w, x)

@@ -1,6 +1,7 @@
 """From the arrays of a matrix product to the kernel's launch."""
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 import math
 
@@ -9,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from coremesh import _compat, chips, errors, launch, place, tiles
-from coremesh.kernels import matmul_blocks, matmul_body
+from coremesh.kernels import layouts, matmul_blocks, matmul_body
 from coremesh.kernels.matmul_blocks import Blocks, Product
 from coremesh.kernels.matmul_call import Call, of_rank, parted, sum_dtype
 from coremesh.kernels.matmul_plan import Axis, Plan
@@ -24,7 +25,39 @@ def run(call: Call, *arrays: jax.Array) -> jax.Array:
     return _without_sum(call, shape, arrays)
   if (rows := _as_rows(call, batch, arrays)) is not None:
     return run(call, *rows).reshape(shape)
+  if _is_better_transposed(call, shape):
+    turned = dataclasses.replace(
+      call, transpose_x=not call.transpose_w, transpose_w=not call.transpose_x
+    )
+    return layouts.transposed(run(turned, *weights, x))
+  call, x, weights = _as_they_lie(call, x, weights)
   return _launched(call, shape, k, x, weights, of_rank(2, operands))
+
+
+def _is_better_transposed(call: Call, shape: tuple[int, ...]) -> bool:
+  """Whether to compute the transpose: XLA would copy the product to it.
+
+  Blocks that are given are not of that, and an epilogue may depend on which
+  axis is which.
+  """
+  is_bare = call.epilogue is None and call.blocks is None
+  return is_bare and layouts.lies_transposed(shape)
+
+
+def _as_they_lie(call: Call, x: jax.Array, weights: Sequence[jax.Array]):
+  """The factors turned to how XLA lays them out, so that it copies none.
+
+  But for x if given blocks cut it where only the other way is allowed.
+  """
+  m = x.shape[-1 if call.transpose_x else -2]
+  cut = call.blocks.rows if call.blocks else tiles.LANES
+  if layouts.lies_transposed(x.shape) and (cut >= m or cut % tiles.LANES == 0):
+    call = dataclasses.replace(call, transpose_x=not call.transpose_x)
+    x = layouts.transposed(x)
+  if layouts.lies_transposed(weights[0].shape):
+    call = dataclasses.replace(call, transpose_w=not call.transpose_w)
+    weights = [layouts.transposed(w) for w in weights]
+  return call, x, weights
 
 
 def product_of(
