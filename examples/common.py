@@ -1,10 +1,12 @@
 """Flags and reports that the examples share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any
 
 from absl import app, flags
 import jax
+from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 import numpy as np
 
@@ -57,6 +59,30 @@ def ran_on(mesh: jax.sharding.Mesh) -> str:
   return "TPU" if kind == "tpu" else "simulated"
 
 
+def grid(
+  chip: cm.Chip, mesh: jax.sharding.Mesh, axis_names: tuple[str, str]
+) -> jax.sharding.Mesh:
+  """The devices of a mesh in rows of `grid_shape`."""
+  shape = grid_shape(mesh.devices.size)
+  return _arranged(chip, axis_names, shape, mesh.devices)
+
+
+def grid_shape(num_devices: int) -> tuple[int, int]:
+  """Rows of two devices, or of one if their number is odd."""
+  in_a_row = 2 - num_devices % 2
+  return num_devices // in_a_row, in_a_row
+
+
+def first_device(chip: cm.Chip, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+  """A mesh of the first device of another."""
+  return _arranged(chip, ("device",), (1,), mesh.devices.ravel()[:1])
+
+
+def _arranged(chip, axis_names, shape, devices) -> jax.sharding.Mesh:
+  place = "tpu" if devices.flat[0].platform == "tpu" else "simulator"
+  return chip.device_mesh(axis_names, shape, on=place, devices=devices)
+
+
 def is_compiling() -> bool:
   """Whether --compile asks for what needs the compiler."""
   return bool(_COMPILE.value)
@@ -71,6 +97,27 @@ def compile_if_asked(build: Build, *args: Any) -> None:
   """
   if is_compiling():
     print(compiled(chip(), build, *args))
+
+
+def print_times(
+  chip: cm.Chip,
+  fns: Mapping[str, Callable[..., Any]],
+  *args: jax.ShapeDtypeStruct,
+  **options: Any,
+) -> None:
+  """Prints how long functions would take on one device of a chip."""
+  mesh = chip.device_mesh("device", on="compiler")
+  shapes = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in args)
+  for name, fn in fns.items():
+    whole = jax.shard_map(
+      functools.partial(fn, **options),
+      mesh=mesh,
+      in_specs=P(),
+      out_specs=P(),
+      check_vma=False,
+    )
+    time = cm.predict(jax.jit(whole), *args).microseconds
+    print(f"{name}, {shapes}: predicted {time} us on a device")
 
 
 def compiled(chip: cm.Chip, build: Build, *args: Any) -> str:

@@ -18,12 +18,12 @@ from coremesh import kernels
 from examples import common
 
 
-def build(chip: cm.Chip, mesh: jax.sharding.Mesh, softmax=kernels.softmax):
+def build(chip: cm.Chip, mesh: jax.sharding.Mesh):
   """Softmax of x, or of the part of it that a mask chooses, by rows."""
   del chip  # The kernel finds it in the mesh.
   spec = P("device")
   return jax.jit(
-    jax.shard_map(softmax, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.shard_map(kernels.softmax, mesh=mesh, in_specs=spec, out_specs=spec)
   )
 
 
@@ -59,16 +59,12 @@ def main(config: Any) -> None:
   print(f"{where}: {scores.shape}, relative Frobenius error {error:.1e}.")
   common.compile_if_asked(build, scores, mask)
   if common.is_compiling():
-    _print_times(chip, config.predicted_rows, config.predicted_columns)
-
-
-def _print_times(chip: cm.Chip, num_rows: int, num_columns: int) -> None:
-  mesh = chip.device_mesh("device", on="compiler")
-  shape = (num_rows * chip.num_devices, num_columns)
-  x = jax.ShapeDtypeStruct(shape, np.float32)
-  for name, softmax in (("coremesh", kernels.softmax), ("XLA", jax.nn.softmax)):
-    time = cm.predict(build(chip, mesh, softmax), x).microseconds
-    print(f"{num_rows}x{num_columns} a device, {name}: predicted {time} us")
+    shape = (config.predicted_rows, config.predicted_columns)
+    common.print_times(
+      chip,
+      {"coremesh": kernels.softmax, "XLA": jax.nn.softmax},
+      jax.ShapeDtypeStruct(shape, np.float32),
+    )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from examples import softmax_rows
+from examples import flash_attention, softmax_rows
 from tests import simulating
 
 # Small sizes whose last blocks are partial.
 _SIZES = {
   "add_one": dict(rows_per_device=20, columns=200),
+  "flash_attention": dict(heads=2, kv_heads=2, length=9, head_dim=8),
   "indexed_add_one": dict(rows_per_device=20, columns=512),
   "ring_shift": dict(steps=3, rows=5, columns=100),
   "sc_add_one": dict(rows_per_device=35),
@@ -35,6 +36,7 @@ _SIZES_IN_JAX = {
 # What NumPy gives for the first of these sizes.
 _EXPECTED: Mapping[str, Callable[..., np.ndarray]] = {
   "add_one": lambda x: x + np.float32(1),
+  "flash_attention": flash_attention.expected,
   "indexed_add_one": lambda x, _: x[:, 128 : 128 + 256] + np.float32(1),
   "ring_shift": lambda x: np.roll(x, 3, axis=0),
   "sc_add_one": lambda x: x + 1,
@@ -64,9 +66,11 @@ def test_an_example_is_silent(name):
   chip_name = "v6e:1x1" if name == "sc_add_one" else "v5p:2x1x1"
   fn, args = _built(name, _SIZES[name], chip_name)
   (y,) = simulating.silent_calls(fn, *args)
-  # Softmax is rounded a few times to 24 bits; all others are exact.
-  rtol = 1e-5 if name == "softmax_rows" else 0
-  np.testing.assert_allclose(y, _EXPECTED[name](*args), rtol=rtol)
+  # Softmax and sums are rounded a few times to 24 bits; all others are exact.
+  tolerance = 1e-5 if name in ("flash_attention", "softmax_rows") else 0
+  np.testing.assert_allclose(
+    y, _EXPECTED[name](*args), rtol=tolerance, atol=tolerance
+  )
 
 
 @pytest.mark.parametrize("name", _SIZES_IN_JAX)
