@@ -4,19 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
-import jax
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
   """One call of a kernel, by the types of its arguments.
 
   Attributes:
-    args: types of the array arguments, in order.
+    args: types of the array arguments, in order; values of those that steer
+      the kernel, such as sizes of groups.
     options: keyword arguments, static.
   """
 
-  args: tuple[jax.ShapeDtypeStruct, ...]
+  args: tuple[Any, ...]
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
