@@ -28,10 +28,16 @@ from coremesh.spec import Case, KernelSpec
 _SEARCHED = (
   None,
   *(
-    Blocks(rows=rows, columns=columns, inner=inner, split=split)
+    Blocks(
+      rows=rows,
+      columns=columns,
+      inner=inner,
+      split=split,
+      part=min(512, columns),
+    )
     for rows in (256, 512, 1024)
     for columns in (256, 512, 1024)
-    for inner in (512, 1024, 2048)
+    for inner in (512, 1024, 2048, 4096)
     for split in ("rows", "columns")
   ),
 )

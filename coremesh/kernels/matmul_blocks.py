@@ -133,7 +133,7 @@ def vmem_limit_bytes(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
 def choose(product: Product, chip: chips.Chip) -> Blocks:
   """The blocks of the table, or those that take least time by `seconds`."""
   found = tabulated(product, chip)
-  if found is not None and _fits(product, found, chip):
+  if found is not None and fits(product, found, chip):
     return found
   return best(product, chip, count=1)[0]
 
@@ -153,12 +153,27 @@ def best(
   product: Product, chip: chips.Chip, *, count: int
 ) -> tuple[Blocks, ...]:
   """The blocks that fit VMEM and take least time by `seconds`, in order."""
-  fitting = (b for b in _candidates(product) if _fits(product, b, chip))
+  fitting = (b for b in _candidates(product) if fits(product, b, chip))
   ranked = sorted(fitting, key=lambda b: seconds(product, b, chip))
   return tuple(ranked[:count])
 
 
-def _fits(product: Product, blocks: Blocks, chip: chips.Chip) -> bool:
+def clipped(product: Product, blocks: Blocks) -> Blocks:
+  """The blocks without what lies beyond the arrays."""
+  p, b = product, blocks
+  columns = min(b.columns, _rounded_up(p.columns, b.columns_at_a_time))
+  return dataclasses.replace(
+    b,
+    rows=min(b.rows, _rounded_up(p.rows, p.row_tile)),
+    columns=columns,
+    inner=min(b.inner, _rounded_up(p.inner, tiles.LANES)),
+  )
+
+
+def fits(product: Product, blocks: Blocks, chip: chips.Chip) -> bool:
+  """Whether VMEM holds blocks, and tiles allow their rows."""
+  if blocks.rows < product.rows and blocks.rows % product.row_tile:
+    return False
   budget = _VMEM_SHARE * chip.vmem_bytes_per_tensor_core
   return vmem_bytes(product, blocks) <= budget
 

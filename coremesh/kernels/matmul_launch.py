@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -12,7 +13,13 @@ import jax.numpy as jnp
 from coremesh import _compat, chips, errors, launch, place, tiles
 from coremesh.kernels import layouts, matmul_blocks, matmul_body
 from coremesh.kernels.matmul_blocks import Blocks, Product
-from coremesh.kernels.matmul_call import Call, of_rank, parted, sum_dtype
+from coremesh.kernels.matmul_call import (
+  Call,
+  default_out_dtype,
+  of_rank,
+  parted,
+  sum_dtype,
+)
 from coremesh.kernels.matmul_plan import Axis, Plan
 
 
@@ -60,8 +67,28 @@ def _as_they_lie(call: Call, x: jax.Array, weights: Sequence[jax.Array]):
   return call, x, weights
 
 
-def product_of(
-  call: Call, shape: Sequence[int], k: int, dtype, operands=()
+def product_of_types(x: Any, w: Any, **options: Any) -> Product:
+  """What the blocks of `matmul(x, w, **options)` are chosen for.
+
+  Args:
+    x, w: arrays of two axes, or their types. Their product is of a shape that
+      XLA does not lay out transposed.
+    **options: of matmul, without an epilogue.
+  """
+  options.setdefault("out_dtype", default_out_dtype(x))
+  call = Call(**options)
+  _, m, n, k = call.product(x, w)
+  flips = [layouts.lies_transposed(array.shape) for array in (x, w)]
+  call = dataclasses.replace(
+    call,
+    transpose_x=call.transpose_x != flips[0],
+    transpose_w=call.transpose_w != flips[1],
+  )
+  return _product(call, (m, n), k, x.dtype)
+
+
+def _product(
+  call: Call, shape: Sequence[int], k: int, dtype: Any, operands: Any = ()
 ) -> Product:
   """What the blocks are chosen for.
 
@@ -90,7 +117,7 @@ def product_of(
 
 def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
   chip = place.current_chip()
-  product = product_of(call, shape, k, x.dtype, operands)
+  product = _product(call, shape, k, x.dtype, operands)
   blocks = call.blocks or matmul_blocks.choose(product, chip)
   _check_rows(product, blocks)
   plan = _plan(call, shape[:-2], product, blocks, chip)

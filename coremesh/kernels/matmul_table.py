@@ -1,35 +1,42 @@
 """Blocks of matrix products that the predictor found fastest.
 
-`python -m benchmarks.tune_matmul` writes BLOCKS.
+`python -m benchmarks.tune_matmul` writes BLOCKS, the end of this file.
 """
 
 from typing import Any, Literal
 
-# Of the kernel that the blocks were found for: a change of the kernel that
-# makes other blocks fastest raises it, and the table is empty until it is made
-# again.
-KERNEL = 1
-
-
-def key(product: Any, chip: Any) -> tuple[Any, ...]:
-  """All that the choice of blocks depends on, but for an epilogue."""
-  return (
-    KERNEL,
-    chip.generation,
-    chip.tensor_cores_per_device,
-    product.dtype,
-    product.out_dtype,
-    product.batch,
-    product.rows,
-    product.columns,
-    product.inner,
-    product.num_weights,
-    product.transpose_x,
-    product.transpose_w,
-  )
-
+# Of the kernel that the blocks are for. A change of the kernel that makes other
+# blocks the fastest raises it: no row of another version is ever found.
+VERSION = 1
 
 # Rows, columns, inner, split and part of Blocks.
 type Row = tuple[int, int, int, Literal["rows", "columns"], int | None]
 
-BLOCKS: dict[tuple[Any, ...], Row] = {}
+
+def key(product: Any, chip: Any) -> str:
+  """All that the choice of blocks depends on, but for an epilogue.
+
+  Args:
+    product: a `matmul_blocks.Product`.
+    chip: a `cm.Chip`.
+  """
+  p = product
+  turned = "nt"[p.transpose_x] + "nt"[p.transpose_w]
+  return (
+    f"v{VERSION} {chip.generation}/{chip.tensor_cores_per_device}"
+    f" {p.batch}x{p.rows}x{p.columns}x{p.inner} {p.num_weights}{turned}"
+    f" {p.dtype}>{p.out_dtype}"
+  )
+
+
+# fmt: off
+BLOCKS: dict[str, Row] = {
+  "v1 v5p/2 1x1000x3000x777 1tn bfloat16>bfloat16":
+    (1024, 512, 4096, "columns", 512),
+  "v1 v5p/2 1x1024x1024x1024 1nn bfloat16>bfloat16":
+    (512, 512, 4096, "columns", 512),
+  "v1 v5p/2 1x2048x2048x2048 1nn bfloat16>bfloat16":
+    (1024, 512, 4096, "rows", 512),
+  "v1 v5p/2 1x8x28672x8192 1nn bfloat16>bfloat16":
+    (16, 2048, 512, "columns", 1024),
+}
