@@ -159,14 +159,16 @@ def best(
 
 
 def clipped(product: Product, blocks: Blocks) -> Blocks:
-  """The blocks without what lies beyond the arrays."""
+  """The blocks without what lies beyond the arrays: the same ones."""
   p, b = product, blocks
   columns = min(b.columns, _rounded_up(p.columns, b.columns_at_a_time))
+  part = b.part if b.columns_at_a_time < columns else None
   return dataclasses.replace(
     b,
     rows=min(b.rows, _rounded_up(p.rows, p.row_tile)),
     columns=columns,
     inner=min(b.inner, _rounded_up(p.inner, tiles.LANES)),
+    part=part,
   )
 
 
