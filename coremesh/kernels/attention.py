@@ -84,49 +84,49 @@ def attention_reference(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """What `attention` computes, in plain `jnp`; arguments as there."""
   q_len, kv_len = q.shape[-2], k.shape[-2]
-  group = q.shape[-3] // k.shape[-3]
+  shape = *q.shape[:-1], kv_len
   wide = jnp.promote_types(q.dtype, jnp.float32)
-  q_, k_, v_ = (a.astype(wide) for a in (q, k, v))
-  k_, v_ = (jnp.repeat(a, group, axis=-3) for a in (k_, v_))
-  scores = jnp.einsum("...qd,...kd->...qk", q_, k_)
-  scores = scores * (1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+  k, v = (jnp.repeat(a, q.shape[-3] // k.shape[-3], axis=-3) for a in (k, v))
+  scores = jnp.einsum("...qd,...kd->...qk", q.astype(wide), k.astype(wide))
+  scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
   if soft_cap is not None:
     scores = jnp.tanh(scores / soft_cap) * soft_cap
   if bias is not None:
-    scores = scores + bias.astype(wide)
-  offset = jnp.arange(kv_len) - jnp.arange(q_len)[:, None] - (kv_len - q_len)
+    scores = scores + jnp.broadcast_to(bias.astype(wide), shape)
+  offset = jnp.arange(kv_len)[None] - jnp.arange(q_len)[:, None]
+  offset -= kv_len - q_len
   left, right = window or (None, None)
   counted = jnp.ones((q_len, kv_len), bool)
-  known = jnp.ones(kv_len, bool)
   if is_causal:
     counted &= offset <= 0
   if left is not None:
     counted &= offset >= -left
   if right is not None:
     counted &= offset <= right
+  counted = jnp.broadcast_to(counted, shape)
+  known = jnp.ones((*q.shape[:-3], kv_len), bool)
   if segment_ids is not None:
     keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    known &= keys >= 0
     same = segment_ids[..., :, None] == keys[..., None, :]
-    counted = counted & (same & (keys >= 0)[..., None, :])[..., None, :, :]
-    known = known & (keys >= 0)
+    counted &= same[..., None, :, :]
   if kv_lengths is not None:
-    valid = jnp.arange(kv_len) < kv_lengths[..., None]
-    counted = counted & valid[..., None, None, :]
-    known = known & valid
+    known &= (
+      jnp.broadcast_to(jnp.arange(kv_len), known.shape)
+      < (kv_lengths[..., None])
+    )
+  counted &= known[..., None, None, :]
+  v = jnp.where(known[..., None, :, None], v.astype(wide), 0)
   scores = jnp.where(counted, scores, -_INFINITY)
   largest = jnp.max(scores, axis=-1, keepdims=True, initial=-_INFINITY)
   base = jax.lax.stop_gradient(jnp.where(largest == -_INFINITY, 0.0, largest))
   terms = jnp.exp(scores - base)
   total = terms.sum(-1, keepdims=True)
-  if known.ndim > 1:
-    known = known[..., None, :]
-  v_ = jnp.where(known[..., None], v_, 0)
-  out = jnp.einsum("...qk,...kd->...qd", terms, v_)
   is_empty = total == 0
   total = jnp.where(is_empty, 1, total)
-  out = (out / total).astype(q.dtype)
+  out = jnp.einsum("...qk,...kd->...qd", terms, v) / total
   lse = jnp.where(is_empty, -_INFINITY, base + jnp.log(total))[..., 0]
-  return (out, lse) if return_lse else out
+  return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
 
 
 def _of_nothing(q: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

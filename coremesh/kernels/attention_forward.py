@@ -31,6 +31,8 @@ def forward(
   call: Call, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
   """The output [..., heads, q_len, d_v] and the LSE [..., heads, q_len]."""
+  if q.shape[-2] == 1 and q.shape[-3] > k.shape[-3] and call.window is None:
+    return _of_single_rows(call, q, k, v, operands)
   given = operands.given
 
   def run(q, k, v, *arrays):
@@ -39,6 +41,33 @@ def forward(
 
   out, lse = batching.one_launch(run, q, k, v, *given.values(), repeats=False)
   return out, lse
+
+
+def _of_single_rows(call, q, k, v, operands) -> tuple[jax.Array, jax.Array]:
+  """Of one row a head: heads that share keys become rows of one head.
+
+  So that keys are gone through once for all of them. Without a window a row
+  that is alone counts every key, causal or not.
+  """
+  group = q.shape[-3] // k.shape[-3]
+
+  def as_rows(array: Any) -> Any:
+    if array is None or array.shape[-3] == 1:
+      return array
+    *lead, heads, _, size = array.shape
+    return array.reshape(*lead, heads // group, group, size)
+
+  rows = operands.row_segments
+  if rows is not None:
+    rows = jnp.broadcast_to(rows, (*rows.shape[:-1], group))
+  out, lse = forward(
+    dataclasses.replace(call, is_causal=False),
+    as_rows(q),
+    k,
+    v,
+    operands._replace(bias=as_rows(operands.bias), row_segments=rows),
+  )
+  return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 
 def _run(call, q, k, v, operands) -> list[jax.Array]:

@@ -125,10 +125,10 @@ def counted(
   result = keys < (problem.kv_len if num_keys is None else num_keys)
   in_band = band(problem).counts(rows, keys)
   if in_band is not None:
-    result &= in_band
+    result = result & in_band
   if row_segments is not None and key_segments is not None:
     # A negative id matches nothing, so it has to be looked for on one side.
-    result &= (row_segments == key_segments) & (key_segments >= 0)
+    result = result & (row_segments == key_segments) & (key_segments >= 0)
   return result
 
 
