@@ -77,13 +77,13 @@ def product(plan: Plan, sizes_hbm: Any, x: Any, *refs: Any) -> None:
   visits = with_offsets(plan.rows, sizes_hbm, tables)
   first, stop = _columns_of_core(plan, out)
   num_visits = _write_visits(plan, visits)
-  last_used = jnp.maximum(visits.num_used - np.int32(1), np.int32(0))
+  last_used = jax.lax.max(visits.num_used - np.int32(1), np.int32(0))
 
   def inner_index(k):  # A single block need not be in whole tiles.
     return k if plan.num_steps > 1 else 0
 
   def x_index(_, visit, k):  # Of a visit without rows any block will do.
-    return jnp.minimum(visits.blocks[visit], last_used), inner_index(k)
+    return jax.lax.min(visits.blocks[visit], last_used), inner_index(k)
 
   def w_index(column, visit, k):
     at = inner_index(k), first + column
@@ -169,7 +169,7 @@ def _step(plan: Plan, visits: Visits, sums: Sequence[Any], x, *refs) -> None:
   # No later visit writes what of the block is beyond the groups.
   is_cleared = (stop == end) & (pl.program_id(2) == last)
   block = np.int32(plan.rows.block)
-  first = jnp.where(is_cleared, end, block)
+  first = jax.lax.select(is_cleared, end, block)
   for_each_piece(first, block, clear, rows=plan.rows, pieces=(plan.rows.unit,))
 
 

@@ -110,7 +110,7 @@ class Visits:
 
   def within(self, row: Any) -> Any:
     """The nearest row of a block, or its end."""
-    return jnp.clip(row, np.int32(0), np.int32(self.rows.block))
+    return jax.lax.clamp(np.int32(0), row, np.int32(self.rows.block))
 
   def is_first(self, visit: Any) -> Any:
     """Whether no visit of the group was before."""
@@ -132,12 +132,14 @@ class Visits:
 
     def add_group(group, visit):
       begin, end = self.offsets[group], self.offsets[group + 1]
-      here = jnp.minimum(
-        jax.lax.div(begin, np.int32(block)), self.rows.num_blocks - 1
+      # An empty group after all rows is in the last block too.
+      here = jax.lax.div(begin, np.int32(block))
+      here = jax.lax.min(here, np.int32(self.rows.num_blocks - 1))
+      after = jax.lax.select(
+        end > begin, num_parts(end, block), here + np.int32(empty)
       )
-      after = jnp.where(end > begin, num_parts(end, block), here + int(empty))
       return self._write(
-        group, jnp.maximum(here, first), jnp.minimum(after, stop), visit
+        group, jax.lax.max(here, first), jax.lax.min(after, stop), visit
       )
 
     return _loop(0, self.rows.num_groups, add_group, np.int32(0))
@@ -166,7 +168,7 @@ def with_offsets(rows: Rows, sizes_hbm: Any, scratch: Sequence[Any]) -> Visits:
   def add(group, start):
     offsets[group] = start
     left = np.int32(rows.size) - start  # Never start + size: it may overflow.
-    return start + jnp.clip(sizes[group], np.int32(0), left)
+    return start + jax.lax.clamp(np.int32(0), sizes[group], left)
 
   total = _loop(0, rows.num_groups, add, np.int32(0))
   offsets[rows.num_groups] = total
@@ -194,8 +196,10 @@ def for_each_piece(
   """
   start = first & np.int32(-rows.tile)
   num_units = num_parts(stop - start, rows.unit)
-  left = jnp.where(stop > first, num_units * np.int32(rows.unit), 0)
-  start = jnp.minimum(start, np.int32(rows.block) - left)
+  left = jax.lax.select(
+    stop > first, num_units * np.int32(rows.unit), np.int32(0)
+  )
+  start = jax.lax.min(start, np.int32(rows.block) - left)
   for size in pieces or rows.pieces:
     count = jax.lax.div(left, np.int32(size))
 

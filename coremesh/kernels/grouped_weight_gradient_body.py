@@ -46,9 +46,9 @@ def gradient(plan: Plan, sizes_hbm, x, d, out, *scratch) -> None:
   *tables, total = scratch
   visits = with_offsets(plan.rows, sizes_hbm, tables)
   num_visits = visits.write_groups(
-    0, np.int32(plan.rows.num_blocks), empty=True
+    np.int32(0), np.int32(plan.rows.num_blocks), empty=True
   )
-  last_used = jnp.maximum(visits.num_used - np.int32(1), np.int32(0))
+  last_used = jax.lax.max(visits.num_used - np.int32(1), np.int32(0))
   core = jax.lax.axis_index("core")
   inner = num_blocks(out.shape[1], plan.inner)
   columns = num_blocks(out.shape[2], plan.columns)
@@ -59,7 +59,7 @@ def gradient(plan: Plan, sizes_hbm, x, d, out, *scratch) -> None:
     own_columns = share(columns, core, plan.num_cores)
 
   def block(visit):  # That of an empty group may be beyond the used ones.
-    return jnp.minimum(visits.blocks[visit], last_used)
+    return jax.lax.min(visits.blocks[visit], last_used)
 
   pltpu.emit_pipeline(
     functools.partial(_step, plan, visits, total),
