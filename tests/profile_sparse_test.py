@@ -5,8 +5,14 @@ The recorded programs add one to 8 x 128 words at a time, in 4 rounds.
 
 import functools
 import importlib
+import math
 import re
 
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
@@ -21,9 +27,13 @@ from coremesh.profile import (
   translate,
 )
 from coremesh.profile.events import Trace
+from coremesh.profile.sparse_effects import SparseEffects
 from tests import profiling, support
 
 _RECORDED = {"v5p-subcores": "v5p:2x2x1", "tpu7x-subcores": "tpu7x:2x2x1"}
+_FLAT = pltpu.CompilerParams(
+  use_tc_tiling_on_sc=False, needs_layout_passes=False
+)
 _BLOCK_WORDS = 8 * 128
 _ROUNDS = 4
 
@@ -31,14 +41,13 @@ recorded = pytest.mark.parametrize(("name", "chip"), [*_RECORDED.items()])
 every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
 
 
-def _trace(text: str, **place) -> Trace:
+def _trace(text: str, **where) -> Trace:
   [function] = [
-    f
-    for f in sparse_assembly.functions(text, "tec")
-    if f.name.startswith("execute")
+    f for f in sparse_assembly.functions(text) if f.name.startswith("execute")
   ]
   code = translate.Code(function.program, delay_slots=0)
-  return scalar.trace_code(code, effects.Place(core=0, **place))
+  place = effects.Place(core=0, **where)
+  return scalar.run(code, SparseEffects(code, place), place)
 
 
 def _timed(text: str, chip: str):
@@ -48,8 +57,7 @@ def _timed(text: str, chip: str):
 
 @recorded
 def test_every_round_copies_a_block_in_and_out(name, chip):
-  del chip
-  trace = _trace(profiling.recorded(name))
+  trace, *_ = _timed(profiling.recorded(name), chip).traces
   moved = {k: 0 for k in ("read", "write")}
   for event in trace.each_event():
     if event.kind in moved:
@@ -69,7 +77,7 @@ def test_bundles_are_issued_so_often_that_each_register_is_stored_once(
 
   def stores() -> int:
     trace = _trace(text)
-    functions = sparse_assembly.functions(text, "tec")
+    functions = sparse_assembly.functions(text)
     program = functions[-1].program
     executions = trace.executions(len(program.bundles))
     return sum(
@@ -97,7 +105,9 @@ def test_all_subcores_of_a_device_run_and_share_its_hbm(name, chip):
   device = cm.chip(chip)
   subcores = device.vector_subcores_per_sparse_core
   count = device.sparse_cores_per_device * subcores
-  assert sorted(t.core for t in found.traces) == list(range(count))
+  scalar_subcores = device.sparse_cores_per_device
+  assert [t.core for t in found.traces] == list(range(count + scalar_subcores))
+  assert found.num_starters == scalar_subcores
   read = sum(t.read_bytes for t in found.timings["central"])
   assert read == count * _ROUNDS * _BLOCK_WORDS * 4
   for which, cores in found.timings.items():
@@ -154,7 +164,7 @@ def test_a_stream_of_a_form_that_is_not_known_is_named():
 )  # fmt: skip
 def test_text_of_another_form_is_an_error_that_says_so(text, expected):
   with pytest.raises(UnsupportedError, match=expected):
-    sparse_assembly.functions(text, "tec")
+    sparse_assembly.functions(text)
 
 
 def test_a_delay_is_so_many_empty_bundles():
@@ -234,7 +244,7 @@ def test_a_kernel_of_subcores_is_predicted_with_its_assumptions(chip):
     assert moved == num_bytes
     assert found.microseconds.low > found.floor_microseconds
     assert "half to all of the TensorCore's clock" in found.assumed[0]
-    assert "for the scalar subcore to start it" in found.assumed[1]
+    assert "for the scalar subcore to start the others" in found.assumed[1]
     assert found.microseconds.high > 1.5 * found.microseconds.low
   assert large.microseconds.central > 4 * small.microseconds.central
 
@@ -254,7 +264,142 @@ def test_the_example_of_subcores_is_predicted(chip):
   assert found.microseconds.low > 2 * latency
 
 
-def test_a_kernel_of_scalar_subcores_is_an_error_that_says_so():
-  text = "scs\n" + profiling.recorded("v5p-subcores").split("\ntec\n")[0][4:]
-  with pytest.raises(UnsupportedError, match="none of scalar subcores"):
-    _timed(text, "v5p:2x2x1")
+# --- scalar subcores, and subcores that send to each other -------------------
+
+
+def _scalar_and_vector(chip):
+  """Scalar subcores copy a row for each vector subcore and tell it so."""
+  count = chip.vector_subcores_per_sparse_core
+  rows = chip.sparse_cores_per_device * count
+  scalars, vectors = chip.scalar_subcores("core"), chip.vector_subcores("core")
+
+  def scalar_body(x_hbm, o_hbm, told):
+    core = lax.axis_index("core")
+
+    @pl.loop(0, count)
+    def _(subcore):
+      row = core * count + subcore
+      pltpu.sync_copy(x_hbm.at[rows - 1 - row], o_hbm.at[row])
+      where = {"core": core, "subcore": subcore}
+      pl.semaphore_signal(told, 1, device_id=where)
+
+  def vector_body(x_hbm, o_hbm, told):
+    row = lax.axis_index("core") * count + lax.axis_index("subcore")
+    pl.semaphore_wait(told, 1)
+
+    def inside(line):
+      pltpu.sync_copy(o_hbm.at[row], line)
+      pltpu.sync_copy(line, o_hbm.at[row])
+
+    pl.run_scoped(inside, pltpu.VMEM((16,), jnp.int32))
+
+  x = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
+  told = pltpu.SemaphoreType.REGULAR @ vectors
+  kernel = pl.kernel(
+    [scalar_body, vector_body],
+    out_type=x,
+    mesh=[scalars, vectors],
+    scratch_types=[told],
+    compiler_params=_FLAT,
+  )
+  # HBM to HBM by the scalar subcores, then in and out by the vector subcores.
+  return kernel, x, 2 * rows * 64
+
+
+def _exchange(chip, cores, axes, memory, barrier_axis):
+  """Each subcore hands what it has read to the next along an axis."""
+
+  def body(x_hbm, o_hbm, *, mine, theirs):
+    own = cm.slab(x_hbm, over=axes)
+    cm.copy(x_hbm.at[own], mine)
+    cm.core_barrier(barrier_axis)
+    cm.put(mine, theirs, to=cm.shifted(barrier_axis)).wait()
+    cm.copy(theirs, o_hbm.at[own])
+
+  rows = math.prod(cores.shape.values())
+  x = jax.ShapeDtypeStruct((rows * 1024,), jnp.int32)
+  block = memory((1024,), jnp.int32)
+  kernel = cm.kernel(
+    body,
+    mesh=cores,
+    out=cm.like(0),
+    scratch=dict(mine=block, theirs=block),
+    compiler_params=_FLAT,
+  )
+  return kernel, x, rows * 4096
+
+
+_SENDING = {
+  "scalar and vector": _scalar_and_vector,
+  "between SparseCores": lambda chip: _exchange(
+    chip, chip.scalar_subcores(), "core", pltpu.SMEM, "core"
+  ),
+  "between subcores": lambda chip: _exchange(
+    chip, chip.vector_subcores(), ("core", "subcore"), pltpu.VMEM, "subcore"
+  ),
+}
+
+
+@every_chip
+@pytest.mark.parametrize("make", _SENDING.values(), ids=_SENDING)
+def test_subcores_that_send_to_each_other_end_and_leave_nothing_over(
+  make, chip
+):
+  """Which is so if each signal and copy reaches whom it is for."""
+  device = cm.chip(chip)
+  kernel, x, num_bytes = make(device)
+  mesh = device.device_mesh("device", on="compiler")
+  fn = support.over_devices(kernel, mesh, check_vma=False)
+  x = jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype)
+  compiled = cm.compile(fn, x)
+  [operation] = [o for o in compiled.operations if o.kernel]
+  found = sparse_cores.timed(
+    operation, device, hlo=compiled.text("hlo"), num_devices=mesh.size
+  )
+  for cores in found.timings.values():
+    assert not any(core.left_over for core in cores)
+  central = found.timings["central"]
+  assert sum(core.read_bytes for core in central) == num_bytes
+  assert sum(core.written_bytes for core in central) == num_bytes
+  assert not any(trace.assumed for trace in found.traces)
+  [predicted] = cm.predict(compiled).kernels
+  assert predicted.microseconds.low > predicted.floor_microseconds
+
+
+def _scalar(text: str) -> Trace:
+  """What a scalar subcore does, whose last function is given."""
+  function = sparse_assembly.scalar_function(f"scs\n{text}")
+  code = translate.Code(function.program, delay_slots=0)
+  place = effects.Place(core=0, group=1, member=16)
+  done = SparseEffects(code, place)
+  done.begin_scalar(cm.chip("v6e"))
+  return scalar.run(code, done, place)
+
+
+def test_a_copy_inside_hbm_reads_and_writes_it():
+  [_, read, write] = _scalar(
+    "main:\n0x0: { [hbm:s1], [sflag:$0x9] = dma.local [hbm:s1], $0x80  }\n"
+  ).each_event()
+  assert (read.kind, write.kind) == ("read", "write")
+  assert read.amount == write.amount == 0x80
+  assert (read.flag, write.flag) == (-1, 9)
+
+
+def test_what_a_task_hands_over_is_what_vector_subcores_start_with():
+  text = (
+    "main:\n0x0: { [dreg:$0x0] = wrdreg $0xFFFFFFFF;\n"
+    " [dreg:$0x1] = wrdreg $0x60  }\n"
+    "0x1: { [dreg:$0x2] = wrdreg $0x7  }\n"
+    "0x2: { _ = task.clear_ibuf [dreg:s18], $0x3FFFF  }\n"
+  )
+  signals = [e for e in _scalar(text).each_event() if e.kind == "signal"]
+  assert len({e.to.core for e in signals}) == len(signals) == 16
+  with pytest.raises(UnsupportedError, match="starts its vector subcores ag"):
+    _scalar(text + text.partition("main:\n")[2])
+
+
+def test_vector_subcores_that_nobody_starts_are_an_error():
+  text = profiling.recorded("v5p-subcores")
+  cut = re.sub(r"_ =\s*task[^;}]*", "_ = snop", text)
+  with pytest.raises(UnsupportedError, match="does not start the vector"):
+    _timed(cut, "v5p:2x2x1")

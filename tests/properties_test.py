@@ -79,7 +79,7 @@ def test_a_register_of_a_subcore_without_a_writer_is_found():
 def test_an_error_without_a_reason_is_a_fault(compiled, monkeypatch):
   """What the predictor does not model is named in the table, or fails."""
   for text, is_fault in (
-    ("Bundle 0x3 holds ssyncadd.remote.s: a signal of an unknown form", False),
+    ("Bundle 0x3 holds dma.general: a copy of an unknown form", False),
     ("Bundle 0x3 holds stream.other: a copy of an unknown form", True),
   ):
 
@@ -93,7 +93,7 @@ def test_an_error_without_a_reason_is_a_fault(compiled, monkeypatch):
         properties.check(compiled, tally)
       continue
     properties.check(compiled, tally)
-    assert tally.not_checked == {"signals between subcores": 1}
+    assert tally.not_checked == {"a copy whose strides say where it goes": 1}
 
 
 def test_what_is_compiled_is_checked_once(monkeypatch):

@@ -8,8 +8,6 @@ machine code of signals and copies whose receiver is known:
     semaphore of a copy's receiver: the low 13 bits
     semaphores of a copy into the VMEM of both cores, which one starts:
               3 << 29 | semaphore of the other << 16 | semaphore
-    semaphore of a subcore, in a copy of shared memory:
-              7 << 10 | subcore << 6 | semaphore
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +26,6 @@ _CHIP_MASK = (1 << 14) - 1
 FLAG_MASK = (1 << 13) - 1
 _FLAG_OF_OTHER = 16
 _IS_FOR_BOTH = 3 << 29
-_MEMBER = 6
-_MEMBER_MASK = 15
-MEMBER_FLAG_MASK = 63
 # A slice of so many chips along an axis closes to a ring, as the documentation
 # of Cloud TPU says: cubes of 4 x 4 x 4, and 16 x 16 where there are two axes.
 _RING = {"v4": 4, "v5p": 4, "tpu7x": 4, "v5e": 16, "v6e": 16}
@@ -78,11 +73,6 @@ def of_copy_to_both(flag: int, *, core: int, device: int) -> Target | None:
     source="hbm",
     place="vmem",
   )
-
-
-def member_of(word: int) -> int:
-  """The subcore that a copy of shared memory signals."""
-  return word >> _MEMBER & _MEMBER_MASK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

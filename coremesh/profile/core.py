@@ -9,7 +9,7 @@ from coremesh.profile.events import Event, Repeat, Target, Trace
 from coremesh.profile.log import Log, Span
 from coremesh.profile.servers import TICKS, Servers
 
-COPIES = ("read", "write", "local")
+COPIES = ("read", "write", "local", "code")
 # What other cores may notice, so that it must come in the order of time.
 _OUTWARD = (*COPIES, "send", "signal", "meet")
 
@@ -175,7 +175,8 @@ class Core:
     done = serve(self.trace.device, self.trace.core, now, num_bytes)
     if event.kind == "write":
       self._written = max(self._written, done)
-    self._come(event.flag, done, event.amount)
+    if event.flag >= 0:
+      self._come(event.flag, done, event.amount)
     self._note(event, now, done, num_bytes)
 
   def _come(self, flag: int, done: int, amount: int) -> None:

@@ -94,7 +94,7 @@ class _Run:
         self._meet(core, event, now)
     waiting = [core for core in self.cores if not core.is_over]
     if waiting:
-      raise _deadlock(waiting)
+      raise _deadlock(waiting, self.cores)
 
   def _fill(self) -> None:
     self._queue = [
@@ -137,7 +137,9 @@ def _group(trace: Trace) -> tuple[int, int]:
   return trace.device, trace.group
 
 
-def _deadlock(waiting: Sequence[Core]) -> errors.UnsupportedError:
+def _deadlock(
+  waiting: Sequence[Core], cores: Sequence[Core]
+) -> errors.UnsupportedError:
   """The error of cores that wait for what nobody sends."""
   named = []
   for core in waiting[:_MOST_NAMED]:
@@ -154,7 +156,7 @@ def _deadlock(waiting: Sequence[Core]) -> errors.UnsupportedError:
     )
   more = len(waiting) - len(named)
   rest = f"; and {more} more" if more > 0 else ""
-  assumed = dict.fromkeys(a for core in waiting for a in core.trace.assumed)
+  assumed = dict.fromkeys(a for core in cores for a in core.trace.assumed)
   because = f" Assumed: {'; '.join(assumed)}." if assumed else ""
   return errors.UnsupportedError(
     f"The kernel does not end, or waits for what is not modelled:"

@@ -28,7 +28,6 @@ from coremesh.profile.values import Unknown, Word
 _WORDS_PER_GRANULE = GRANULE_BYTES // 4
 # What a copy that signals nobody but its receiver names as its other semaphore.
 _NO_FLAG = 131072
-_STREAM_UNIT_BYTES = 4
 NUMBERED = (
   "devices are assumed to have the numbers that the hardware gives them"
 )
@@ -191,8 +190,7 @@ class Effects:
         own = flag & addresses.FLAG_MASK
         self._event(cycle, "send", bundle, own, size, other)
         return
-    kind = "read" if source == "hbm" else "write" if place == "hbm" else "local"
-    self._event(cycle, kind, bundle, flag, size)
+    self._copy(cycle, bundle, source, place, flag, size)
 
   def general(
     self,
@@ -246,43 +244,6 @@ class Effects:
     target = addresses.of_signal(to)
     self._event(cycle, "signal", bundle, -1, amount, target)
 
-  def stream(
-    self,
-    cycle: int,
-    bundle: int,
-    kind: EventKind,
-    flag: Word,
-    words: Word,
-    count: Word,
-  ) -> None:
-    """A copy of a subcore, of so many words for each of some indices."""
-    self._event(
-      cycle, kind, bundle, flag, words * count, unit_bytes=_STREAM_UNIT_BYTES
-    )
-
-  def copy_shared(
-    self, cycle: int, bundle: int, kind: EventKind, flag: Word, size: Word
-  ) -> None:
-    """A copy from or to the memory that subcores share."""
-    if isinstance(flag, affine.Affine):
-      raise affine._NotAffineError
-    if not isinstance(flag, Unknown):
-      is_own = addresses.member_of(flag) == self.member
-      if not is_own:
-        self.refuse(bundle, "dma.local", ("it signals another subcore",))
-      flag &= addresses.MEMBER_FLAG_MASK
-    self._event(cycle, kind, bundle, flag, size)
-
-  def fence(self, cycle: int, bundle: int) -> None:
-    """Waits for all that the core has copied to HBM."""
-    self._note_line(bundle)
-    self._event(cycle, "fence", bundle, 0, 0)
-
-  def meet(self, cycle: int, bundle: int, barrier: Word) -> None:
-    """A barrier of all subcores of a SparseCore."""
-    self._note_line(bundle)
-    self._event(cycle, "meet", bundle, barrier, 0)
-
   def wait(self, cycle: int, bundle: int, flag: Word, amount: Word) -> None:
     """`dma.done.wait` and `vwait`."""
     self._note_line(bundle)
@@ -299,6 +260,21 @@ class Effects:
   def delay(self, cycle: int, bundle: int, amount: Word) -> None:
     """`vdelay`."""
     self._event(cycle, "delay", bundle, 0, amount)
+
+  def _copy(
+    self,
+    cycle: int,
+    bundle: int,
+    source: str,
+    place: str,
+    flag: Word,
+    size: Word,
+  ) -> None:
+    """A copy by the memories it is between; inside HBM it reads and writes."""
+    if source == place == "hbm":
+      self._event(cycle, "read", bundle, -1, size)
+    kind = "write" if place == "hbm" else "read" if source == "hbm" else "local"
+    self._event(cycle, kind, bundle, flag, size)
 
   def _note_line(self, bundle: int) -> None:
     if bundle not in self.lines:

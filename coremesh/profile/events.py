@@ -14,6 +14,7 @@ type EventKind = Literal[
   "read",
   "write",
   "local",
+  "code",
   "send",
   "signal",
   "wait",
@@ -55,9 +56,10 @@ class Event(NamedTuple):
 
   Attributes:
     cycle: bundles issued before it.
-    kind: "read" and "write" are DMAs from and to HBM, "local" is one that
-      stays in the core, "send" one to another core. "signal" adds to the
-      semaphore of another core. At "meet" a core waits for all of its group, at
+    kind: "read" and "write" are DMAs from and to HBM, "code" is one of machine
+      code, which no count of bytes includes. "local" is one that stays in the
+      core, "send" one to another core. "signal" adds to the semaphore of
+      another core. At "meet" a core waits for all of its group, at
       "fence" for all its writes.
     bundle: where.
     flag: the semaphore of its own core; -1 if it is not known, or none. Of a

@@ -13,6 +13,7 @@ _WORDS = {
   "sor.u32": "{} | {}",
   "sxor.u32": "{} ^ {}",
   "sshll.u32": "shift_left({}, {})",
+  "sshllo.u32": "shift_left_ones({}, {})",
   "sshrl.u32": "shift_right({}, {})",
   "sshra.s32": "shift_right_signed({}, {})",
   "smin.u32": "least({}, {})",
@@ -32,9 +33,10 @@ _COMPARISONS = dict(eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=")
 FUNCTIONS = {
   f.__name__: f
   for f in (
-    *(values.shift_left, values.shift_right, values.shift_right_signed),
-    *(values.least, values.greatest, values.least_signed),
-    *(values.greatest_signed, values.quotient, values.remainder),
+    *(values.shift_left, values.shift_left_ones, values.shift_right),
+    *(values.shift_right_signed, values.least, values.greatest),
+    *(values.least_signed, values.greatest_signed, values.quotient),
+    values.remainder,
   )
 }
 
@@ -90,6 +92,9 @@ def expression(
     return f"H.operand({index}, {space!r}, {shape!r})"
   if opcode == "spop.drf":
     return f"D[{slot.operands[0]!r}]"
+  if opcode == "ssyncread":
+    cause = f"a word that was not fetched before ({where})"
+    return f"H.fetched({words()[0]}, {unknown(cause)})"
   if opcode in _PLACES:
     return f"H.{_PLACES[opcode]}"
   if slot.is_vector or opcode == "spop":

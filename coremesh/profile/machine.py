@@ -34,14 +34,14 @@ class Machine:
 
   def __init__(self, code: translate.Code, done: effects.Effects):
     self.effects = done
-    self.pc = self.cycle = 0
+    self.pc, self.cycle = code.start, 0
     self.table: dict[int, list[Any]] = {}
     self.path: list[int | Rounds] = []
     self.visits: dict[int, int] = {}
     self.next_try: dict[int, int] = {}
     self.is_proving = False
     self._code = code
-    self._end = len(code.program.bundles)
+    self._end = code.end
     self._decided: dict[int, int] = {}
     never = Unknown(UNWRITTEN)
     self._registers: list[Word] = [never] * writer.NUM_REGISTERS

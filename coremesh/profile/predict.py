@@ -41,11 +41,10 @@ def predict(
   of the result. What data decide is named and the result marked as assumed.
 
   Cores that signal or send to each other, on one device or several, are run
-  together; kernels of vector subcores from the SparseCore's own code. What
-  these rest on is not calibrated, and is named in the result.
+  together; kernels of subcores from the SparseCore's own code. What these rest
+  on is not calibrated, and is named in the result.
 
-  Not modelled: kernels of scalar subcores, the time between operations, strides
-  of copies.
+  Not modelled: the time between operations, strides of copies.
 
   Args:
     compiled_or_fn: a `cm.Compiled`, or a function as for `cm.compile`.
@@ -215,7 +214,7 @@ def _operation(
     found = tensor_cores.timed(operation, chip, words, num_devices=count)
   else:
     hlo_text = compiled.text("hlo")
-    found = sparse_cores.timed(operation, chip, hlo=hlo_text)
+    found = sparse_cores.timed(operation, chip, hlo=hlo_text, num_devices=count)
   if details is not None:
     details.programs[operation.name] = found.program
     details.activities[operation.name] = activity.of_operation(

@@ -62,7 +62,20 @@ def trace_code(
   Raises:
     UnsupportedError: as `trace`.
   """
-  done = Effects(code, place, operands or {}, hbm_unit_bytes)
+  return run(code, Effects(code, place, operands or {}, hbm_unit_bytes), place)
+
+
+def run(code: translate.Code, done: Effects, place: Place) -> Trace:
+  """Runs a program to its end.
+
+  Args:
+    code: the program.
+    done: what it has done before it starts: nothing, or the least it needs.
+    place: where it runs.
+
+  Raises:
+    UnsupportedError: as `trace`.
+  """
   machine = Machine(code, done)
   skipper = Skipper(machine)
   while not machine.is_over:

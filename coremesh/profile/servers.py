@@ -23,11 +23,13 @@ class Hbm:
     bytes_per_cycle: reads and writes of all cores together.
     latency_cycles: from the end of a transfer to when its semaphore says so.
     core_bytes_per_cycle: of one core; None if it can take all of them.
+    free_cores: cores that can, by their number, where others cannot.
   """
 
   bytes_per_cycle: float
   latency_cycles: float
   core_bytes_per_cycle: float | None = None
+  free_cores: frozenset[int] = frozenset()
 
   def __post_init__(self):
     rates = (self.bytes_per_cycle, self.core_bytes_per_cycle or 1)
@@ -114,7 +116,8 @@ class Servers:
       for device in dict.fromkeys(device for device, _ in cores)
     }
     own = hbm.core_bytes_per_cycle
-    self._own = {core: Server(own) for core in cores} if own else {}
+    limited = [core for core in cores if core[1] not in hbm.free_cores]
+    self._own = {core: Server(own) for core in limited} if own else {}
     self._ways: dict[tuple[int, Target], Server] = {}
     made: dict[tuple[int, int, str], Server] = {}
     for device, to in targets:
@@ -135,14 +138,14 @@ class Servers:
   def copy(self, device: int, core: int, start: int, num_bytes: int) -> int:
     """When a copy from or to HBM is done."""
     through = self._hbm[device].serve(start, num_bytes)
-    if self._own:
-      through = max(through, self._own[device, core].serve(start, num_bytes))
+    if own := self._own.get((device, core)):
+      through = max(through, own.serve(start, num_bytes))
     return through + self._latency
 
   def local(self, device: int, core: int, start: int, num_bytes: int) -> int:
     """When a copy inside a core is done: no slower than one over HBM."""
-    if self._own:
-      return self._own[device, core].serve(start, num_bytes)
+    if own := self._own.get((device, core)):
+      return own.serve(start, num_bytes)
     return start + self._hbm[device].transfer(num_bytes)
 
   def send(

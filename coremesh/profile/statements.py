@@ -12,6 +12,8 @@ WITHOUT_EFFECT = frozenset(
   ]
 )
 _MEMORIES = {"hbm", "vmem", "smem"}
+# Copies of a SparseCore by the memories they are between.
+_BETWEEN = {"shared": "copy_shared", "subcore": "copy_to_subcore"}
 # What decides when things happen, so that each form of it must be known.
 _TIMED = (
   *("vsync", "vwait", "inlined_call"),
@@ -63,13 +65,24 @@ def statement(
       return f"H.meet({at}, {words[0]})"
     case "fence":
       return f"H.fence({at})"
-    case "shared.read" | "shared.write" | "shared.local":
-      kind = opcode.removeprefix("shared.")
-      return f"H.copy_shared({at}, {kind!r}, {', '.join(words)})"
+    case "task":
+      return f"H.task({at}, {words[1]})"
+    case "task.clear_ibuf":
+      return f"H.start({at}, {words[1]})"
+    case "signal.subcore":
+      return f"H.signal_subcore({at}, {words[0]}, {words[1]})"
+    case "signal.scalar":
+      return f"H.signal_scalar({at}, {words[0]}, {words[1]})"
+    case "fetch":
+      return f"H.fetch({bundle}, {words[0]}, {words[1]})"
     case "stream.read" | "stream.write" | "stream.local":
       kind = opcode.removeprefix("stream.")
       return f"H.stream({at}, {kind!r}, {', '.join(words)})"
   kind, _, rest = opcode.partition(".")
+  if kind in _BETWEEN:
+    source, _, place = rest.partition(".")
+    ends = f"{source!r}, {place!r}"
+    return f"H.{_BETWEEN[kind]}({at}, {ends}, {', '.join(words)})"
   relation = rest.split(".")[0]
   if kind == "vwait" and relation in _WAITS and len(words) == 2:
     return f"H.wait({at}, {words[0]}, {words[1]} + {_WAITS[relation]})"

@@ -29,10 +29,7 @@ def of_operation(
   read = sum(t.read_bytes for t in central)
   written = sum(t.written_bytes for t in central)
   total = estimates.bounded_by_bytes(
-    {
-      which: timed.before_cycles.get(which, 0) + max(t.cycles for t in found)
-      for which, found in timings.items()
-    },
+    {which: max(t.cycles for t in found) for which, found in timings.items()},
     read + written,
     rate,
   )
@@ -66,7 +63,8 @@ def of_operation(
         sent_bytes=central[i].sent_bytes,
       )
     )
-  slowest = max(range(len(cores)), key=lambda i: cores[i].cycles.central)
+  workers = range(len(cores) - timed.num_starters)
+  slowest = max(workers, key=lambda i: cores[i].cycles.central)
   shares = {**cores[slowest].shares, **moved}
   peak = chip.hbm_bytes_per_second_per_device
   return OperationPrediction(

@@ -20,13 +20,12 @@ class Timed:
   Attributes:
     program: the machine code.
     rates: what its cores do in a cycle.
-    traces: what each core issues.
+    traces: what each core issues; last those that start others.
+    num_starters: how many of the traces those are.
     timings: when, by the model: one of `estimates.MODELS`.
     log: copies and waits of the central model.
     links: what lies between the cores, of the central model; None if they
       send each other nothing.
-    before_cycles: from the start of the operation to that of its cores, by the
-      model; {} if they start at once.
     assumed: what was taken for granted beside what the traces say.
     results: words that are known of operands it writes, by their number, if
       they are the same on all devices.
@@ -38,6 +37,6 @@ class Timed:
   timings: Mapping[str, tuple[CoreTiming, ...]]
   log: Log
   links: Links | None = None
-  before_cycles: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  num_starters: int = 0
   assumed: tuple[str, ...] = ()
   results: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -49,17 +49,25 @@ class Code:
     program: the machine code.
     delay_slots: bundles after a branch that are run before it is taken.
     num_devices: that the program is for.
+    start: its first bundle; before it stands the code of other cores.
+    end: the bundle after its last.
     bases: the address of each allocation.
     semaphores: numbers of those the program names, each the first of an array.
     identity: how the program finds out where it runs.
   """
 
   def __init__(
-    self, program: Program, *, delay_slots: int, num_devices: int = 1
+    self,
+    program: Program,
+    *,
+    delay_slots: int,
+    num_devices: int = 1,
+    part: tuple[int, int] | None = None,
   ):
     self.program = program
     self.delay_slots = delay_slots
     self.num_devices = num_devices
+    self.start, self.end = part or (0, len(program.bundles))
     self.bases = layout.bases(program)
     self.semaphores = layout.semaphores(program, self.bases)
     self.identity = addresses.identity(program, num_devices)
@@ -74,7 +82,8 @@ class Code:
       moved=moved,
       own_word=self.own_word,
     )
-    self._leaders = {s.target for s in program.slots if s.target is not None}
+    targets = {s.target for s in program.slots if s.target is not None}
+    self._leaders = {*targets, self.end}
     self._stretches: dict[int, Stretch] = {}
 
   def own_word(self, allocation: str) -> str | None:

@@ -68,6 +68,12 @@ def shift_left(a: int, b: int) -> Word:
 
 
 @_of_words
+def shift_left_ones(a: int, b: int) -> Word:
+  """`sshllo.u32`: ones come in, so that 3 becomes 31 by 3 bits."""
+  return ((a << b) | ((1 << b) - 1)) & MASK if b < 32 else MASK
+
+
+@_of_words
 def shift_right(a: int, b: int) -> Word:
   """`sshrl.u32`."""
   return a >> b if b < 32 else 0
