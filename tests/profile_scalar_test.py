@@ -339,6 +339,48 @@ def test_skipping_rounds_changes_nothing(body, sizes, monkeypatch):
   assert found.assumed == expected.assumed == ()
 
 
+def _grid(rows: int, columns: int) -> bundles.Program:
+  """One loop over the blocks of a grid, as libtpu makes of two axes.
+
+  Each round copies the block of a row (s11) and a column (s21), into one of two
+  buffers in turn.
+  """
+  return _program(
+    "%s10_s1 = smov 0 ;; %s20_s2 = smov 0 ;; %s30_s3 = smov 0",
+    "%s11_s1 = sphi %s10_s1, %s13_s1 ;; %s21_s2 = sphi %s20_s2, %s23_s2 ;;"
+    " %s31_s3 = sphi %s30_s3, %s32_s3 ;; %s40_s4 = smul.u32 1000, %s11_s1 ;;"
+    " %s41_s5 = sand.u32 1, %s31_s3",
+    "%s42_s4 = sadd.s32 %s40_s4, %s21_s2 ;; %s22_s6 = sadd.s32 1, %s21_s2 ;;"
+    " %s12_s7 = sadd.s32 1, %s11_s1 ;; %s32_s3 = sadd.s32 1, %s31_s3 ;;"
+    " %s43_s5 = scalar_lea.sflag [#allocation5], %s41_s5",
+    f"%p50_p0 = scmp.ge.s32.totalorder %s22_s6, {columns} ;;"
+    f" %p51_p1 = scmp.lt.s32.totalorder %s32_s3, {rows * columns}",
+    "%s23_s2 = scalar_select %p50_p0, 0, %s22_s6 ;;"
+    " %s13_s1 = scalar_select %p50_p0, %s12_s7, %s11_s1",
+    "%60 = dma.hbm_to_vmem /*hbm=*/%s42_s4, /*size_in_granules=*/64,"
+    " /*vmem=*/0, /*dst_syncflagno=*/%s43_s5",
+    "%61 = dma.done.wait %s43_s5, 64",
+    "%62 = sbr.rel (%p51_p1) target bundleno = 1 (0x1) ;;"
+    " %63 = vsyncadd %s43_s5, 4294967232",
+    "%8 = vdelay %s42_s4",
+    "%9 = sfence",
+  )
+
+
+@pytest.mark.parametrize("columns", [64, 101])
+def test_rows_of_a_grid_are_skipped_as_well_as_rounds(columns, monkeypatch):
+  program = _grid(200, columns)
+  found = scalar.trace(program, core=0, delay_slots=1)
+  monkeypatch.setattr(machine, "FIRST_TRY", 1 << 60)
+  expected = scalar.trace(program, core=0, delay_slots=1)
+  assert found.cycles == expected.cycles
+  assert list(found.each_event()) == list(expected.each_event())
+  assert found.runs == expected.runs
+  assert not found.assumed
+  # Each row that is not skipped leaves what was skipped of it.
+  assert sum(isinstance(e, events.Repeat) for e in found.events) < 200 / 2
+
+
 def test_a_loop_of_five_million_rounds_is_not_run_round_by_round():
   body = _BODIES["a word that grows"]
   found = scalar.trace(_nested(1, 4_900_000, body), core=0, delay_slots=1)
