@@ -2,8 +2,7 @@ r"""Two layers, gelu(x @ w + bias) @ v, over a grid of devices.
 
 Shows: an epilogue of kernels.matmul, so that bias and GELU cost no trip through
 HBM; data parallel along one axis of the devices and tensor parallel along the
-other. A device has some of the hidden columns, and what the second product
-lacks is added by jax.lax.psum.
+other, where jax.lax.psum adds the products of some hidden columns each.
 
 To run:
   python -m examples.fused_mlp --config.hidden_per_column=1000 --compile
@@ -43,7 +42,7 @@ def mlp(x, w, bias, v):
 
 
 def mlp_reference(x, w, bias, v):
-  """What `mlp` computes, in plain jnp: XLA fuses what it can."""
+  """What `mlp` computes, in plain jnp."""
   hidden = jnp.dot(x, w, preferred_element_type=jnp.float32)
   hidden = jax.nn.gelu(hidden + bias[None].astype(jnp.float32))
   return hidden.astype(x.dtype) @ v

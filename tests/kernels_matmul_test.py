@@ -451,3 +451,22 @@ def test_what_is_turned_for_its_layout_is_the_same_product():
   _check_product(matmul(x, w, blocks=blocks), x, w)
   y = matmul(w.T, x.T, transpose_x=True, transpose_w=True)
   _check_product(y, w, x)
+
+
+def test_one_core_and_a_block_of_all_rows_on_the_lanes():
+  chip = cm.chip("v6e:1x1")
+  mesh = chip.device_mesh("device", on="simulator")
+  x, w = _normal((130, 250)), _normal((130, 140), seed=1)
+  blocks = Blocks(rows=256, columns=128, inner=128)
+  fn = functools.partial(matmul, transpose_x=True, blocks=blocks)
+  mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P("device"))
+  _check_product(jax.jit(mapped)(x, w), x.T, w)
+  on_compiler = jax.shard_map(
+    fn,
+    mesh=chip.device_mesh("device", on="compiler"),
+    in_specs=P(),
+    out_specs=P("device"),
+  )
+  # A start of a copy that is not known would have to be a whole tile.
+  types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
+  assert cm.compile(jax.jit(on_compiler), *types).kernels

@@ -134,7 +134,8 @@ class Steps:
     first: list[Any] = [np.int32(0)] * len(sizes)
     shared = len(sizes) - 3 + "mnk".index(plan.split)
     share = num_blocks(sizes[shared], plan.num_cores)
-    first[shared] = core * np.int32(share)
+    if plan.num_cores > 1:
+      first[shared] = core * np.int32(share)
     if sizes[shared] % plan.num_cores:
       left = np.int32(sizes[shared]) - first[shared]
       sizes[shared] = jnp.clip(left, np.int32(0), np.int32(share))

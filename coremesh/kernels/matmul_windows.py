@@ -82,12 +82,18 @@ class Window:
 
   def _block(self, step: Indices) -> list[Any]:
     """The index of a block along each axis of the array."""
+    axes = [self.plan.axes[name] for name in self.axes]
     lead = self.hbm.ndim - 2
     at = dict(zip("mnk", step[-3:], strict=True))
     indices = (*step[:-3][len(step) - 3 - lead :], *(at[a] for a in self.axes))
+    counts = (*self.hbm.shape[:-2], *(axis.num_blocks for axis in axes))
+    is_one = [
+      n == 1 or size == 1
+      for n, size in zip(counts, self.hbm.shape, strict=True)
+    ]
     return [
-      np.int32(0) if size == 1 else index
-      for size, index in zip(self.hbm.shape, indices, strict=True)
+      np.int32(0) if one else index
+      for one, index in zip(is_one, indices, strict=True)
     ]
 
   def _ends(self, step: Indices, slot: Any, part: Part | None) -> Any:
