@@ -175,6 +175,16 @@ def test_a_core_reads_its_own_number():
   assert [_seen(line, read="%s1_s0", core=c) for c in (0, 1)] == [0, 1]
 
 
+def test_a_core_reads_its_own_number_by_an_address_in_a_register():
+  lines = (
+    "%s1_s0 = sld [smem:[#allocation0]] /* core id */",
+    "%s2_s1 = scalar_select %p0_p0, [#allocation3], [#allocation0]",
+    "%s3_s2 = sld [smem:[%s2_s1]]",
+  )
+  lines = ("%p0_p0 = scmp.lt.s32.totalorder 2, 1", *lines)
+  assert [_seen(*lines, read="%s3_s2", core=c) for c in (0, 1)] == [0, 1]
+
+
 def test_what_is_stored_is_loaded_at_the_same_address_only():
   lines = (
     "%s1_s0 = smov 3",

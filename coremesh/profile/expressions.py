@@ -78,7 +78,8 @@ def expression(
     return f"({' + '.join(words())}) & M"
   if opcode == "sld":
     if any("core id" in note for note in slot.notes):
-      return "H.core"
+      # It may be read again by an address in a register.
+      return f"S.setdefault({words()[0]}, H.core)"
     address = slot.operands[0]
     if isinstance(address, Address) and len(address.terms) == 1:
       [term] = address.terms
