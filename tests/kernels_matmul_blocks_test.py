@@ -1,0 +1,115 @@
+"""The choice of blocks of kernels.matmul: table, model, and what fits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coremesh as cm
+from coremesh.kernels import matmul_blocks, matmul_launch, matmul_table
+from coremesh.kernels.matmul import SPEC
+from coremesh.kernels.matmul_blocks import Blocks, Product
+
+_V5P = cm.chip("v5p")
+_PRODUCT = Product(batch=1, rows=256, columns=512, inner=384)
+_ROW = (64, 128, 384, "columns", None)
+
+
+@pytest.fixture
+def _one_row(monkeypatch):
+  table = {matmul_table.key(_PRODUCT, _V5P): _ROW}
+  monkeypatch.setattr(matmul_table, "BLOCKS", table)
+
+
+def test_a_row_of_the_table_is_taken_first(_one_row):
+  rows, columns, inner, split, part = _ROW
+  want = Blocks(rows=rows, columns=columns, inner=inner, split=split, part=part)
+  assert matmul_blocks.choose(_PRODUCT, _V5P) == want
+  # Operands of an epilogue leave the best blocks as they are.
+  bias = dataclasses.replace(_PRODUCT, operand_bytes=4)
+  assert matmul_blocks.choose(bias, _V5P) == want
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(batch=2),
+    dict(rows=512, columns=256),
+    dict(inner=512),
+    dict(num_weights=2),
+    dict(dtype="float16"),
+    dict(out_dtype="float32"),
+    dict(transpose_x=True),
+    dict(transpose_w=True),
+  ],
+  ids=str,
+)
+def test_a_row_is_of_one_product_only(_one_row, changes):
+  other = dataclasses.replace(_PRODUCT, **changes)
+  assert matmul_blocks.tabulated(other, _V5P) is None
+
+
+def test_a_row_is_of_one_chip_and_one_version_of_the_kernel(
+  _one_row, monkeypatch
+):
+  assert matmul_blocks.tabulated(_PRODUCT, _V5P) is not None
+  for name in ("v5e", "v6e", "tpu7x"):
+    assert matmul_blocks.tabulated(_PRODUCT, cm.chip(name)) is None
+  monkeypatch.setattr(matmul_table, "VERSION", matmul_table.VERSION + 1)
+  assert matmul_blocks.tabulated(_PRODUCT, _V5P) is None
+
+
+def test_a_row_that_does_not_fit_is_not_taken(monkeypatch):
+  product = Product(batch=1, rows=8192, columns=8192, inner=8192)
+  key = matmul_table.key(product, _V5P)
+  table = {key: (8192, 8192, 8192, "rows", None)}
+  monkeypatch.setattr(matmul_table, "BLOCKS", table)
+  chosen = matmul_blocks.choose(product, _V5P)
+  assert chosen == matmul_blocks.best(product, _V5P, count=1)[0]
+
+
+def test_the_rows_of_the_table_are_those_of_cases_and_fit():
+  chips = {name: cm.chip(name) for name in ("v5p", "v6e", "tpu7x")}
+  found = set()
+  for chip in chips.values():
+    for case in SPEC.cases.values():
+      product = matmul_launch.product_of_types(*case.args, **case.options)
+      blocks = matmul_blocks.tabulated(product, chip)
+      if blocks is not None:
+        assert matmul_blocks.fits(product, blocks, chip)
+        found.add(matmul_table.key(product, chip))
+  assert found == set(matmul_table.BLOCKS)
+
+
+@pytest.mark.parametrize("inner", [1, 128, 300, 2048, 100_000])
+@pytest.mark.parametrize("rows", [8, 1024])
+def test_first_chunks_are_the_first_block(inner, rows):
+  product = Product(batch=1, rows=rows, columns=4096, inner=inner)
+  blocks = Blocks(rows=rows, columns=512, inner=4096)
+  chunks = matmul_blocks.first_chunks(product, blocks, _V5P)
+  assert chunks[0] == 128 or len(chunks) == 1
+  assert all(chunk % 128 == 0 for chunk in chunks)
+  whole = min(4096, -(-inner // 128) * 128)
+  assert sum(chunks) == whole
+
+
+def test_clipped_blocks_are_those_inside_the_arrays():
+  product = Product(batch=1, rows=100, columns=700, inner=300)
+  blocks = Blocks(rows=512, columns=1024, inner=1024, part=512)
+  want = Blocks(rows=112, columns=1024, inner=384, part=512)
+  assert matmul_blocks.clipped(product, blocks) == want
+  narrow = dataclasses.replace(product, columns=500)
+  whole = matmul_blocks.clipped(narrow, blocks)
+  assert (whole.columns, whole.part) == (512, None)
+
+
+def test_what_is_tabulated_is_found_by_the_launch():
+  types = [
+    jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((250, 130), (130, 9))
+  ]
+  product = matmul_launch.product_of_types(*types, transpose_x=False)
+  # Both lie transposed in HBM, and are taken so.
+  assert product.transpose_x
+  assert product.transpose_w
+  assert product.row_tile == 128
