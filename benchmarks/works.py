@@ -70,6 +70,8 @@ def _peers(kernel: spec.KernelSpec, case: spec.Case) -> Contenders:
     return attention.contenders(case.options, q_len, gradients=False)
   if kernel.name == "grouped_matmul":
     return grouped_matmul.contenders()
+  if kernel.name == "grouped_weight_gradient":
+    return grouped_matmul.gradient_contenders()
   others = {"XLA": [_OF_JAX.get(kernel.name) or kernel.reference]}
   if kernel.name == "matmul" and not case.options:
     others |= matmul.contenders([a.shape for a in case.args])

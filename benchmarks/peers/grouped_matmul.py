@@ -25,8 +25,20 @@ def contenders() -> dict[str, Sequence[Callable[..., Any]]]:
   return found
 
 
+def gradient_contenders() -> dict[str, Sequence[Callable[..., Any]]]:
+  """Who can do the gradient of the weights: x [M, K], d [M, N], sizes."""
+  return {"XLA": [_xla_gradient]}
+
+
 def _xla(x, w, sizes) -> jax.Array:
   return jax.lax.ragged_dot(x, w, sizes)
+
+
+def _xla_gradient(x, d, sizes) -> jax.Array:
+  shape = sizes.shape[0], x.shape[1], d.shape[1]
+  w = jax.ShapeDtypeStruct(shape, x.dtype)
+  [d_w] = jax.linear_transpose(lambda w: _xla(x, w, sizes), w)(d)
+  return d_w
 
 
 def _fitting(tiles, x, w) -> tuple[int, int, int]:

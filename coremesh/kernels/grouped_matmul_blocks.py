@@ -1,6 +1,6 @@
 """Sizes of the blocks of a grouped matrix product, chosen by a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
 import math
@@ -16,11 +16,16 @@ _VMEM_SHARE = 0.8
 # What of the shorter of products and copies the longer does not hide, as steps
 # differ: a guess, that tells apart blocks of which the longer is the same.
 _UNHIDDEN = 0.02
-# Products of elements in the largest piece of a block, whose code is a straight
-# line: this many take half a minute to compile.
-_MOST_UNROLLED = 2**31
+# Rows that matrix units multiply in the largest piece of a block, whose code is
+# a straight line: this many take half a minute to compile.
+_MOST_UNROLLED = 2**17
 _SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-_ROW_SIZES = (64, 128, 256, 512, 1024, 2048)
+# Powers of two: finding the block of a row is then a shift. Smaller ones than
+# the largest piece multiply more slowly, and larger ones than 1024 keep the
+# copies of weights waiting: on v6e both cost up to a third. A gradient has no
+# weights to wait for, and a block of 512 is too short for its copies.
+_ROW_SIZES = (64, 128, 256, 512, 1024)
+_GRADIENT_ROW_SIZES = (128, 256, 512, 1024, 2048)
 _MOST = 4096
 # Of a group on average half a unit of `grouped_matmul_visits` is multiplied in
 # vain where it starts, and half where it stops.
@@ -84,7 +89,7 @@ def choose(product: GroupedProduct, chip: chips.Chip) -> Blocks:
     b
     for b in _candidates(product)
     if vmem_bytes(product, b) <= budget
-    and _unrolled(product, b) <= _MOST_UNROLLED
+    and _unrolled(product, b, chip) <= _MOST_UNROLLED
   ]
   return min(fitting, key=lambda b: seconds(product, b, chip))
 
@@ -108,9 +113,11 @@ def seconds(product: GroupedProduct, blocks: Blocks, chip: chips.Chip) -> float:
   flops = 2 * p.num_weights * p.columns * p.inner * (p.rows + wasted)
   clock = chip_clock_hz(chip)
   summed = p.is_gradient or grid[2] > 1
-  # Sums are read and written once a step, an element a lane and cycle.
+  # Sums are read and written once a step, an element a lane and cycle; those of
+  # a gradient once a piece, of which a visit of a part of a block has several.
   sums = p.num_weights * b.rows * b.columns * summed
-  overhead = _STEP_CYCLES + 0.25 * sums / (chip.lanes * chip.sublanes)
+  each = 2 if p.is_gradient else 0.25
+  overhead = _STEP_CYCLES + each * sums / (chip.lanes * chip.sublanes)
   busy = flops / (chip.bf16_flops_per_second_per_tensor_core or 1)
   busy = uneven * (busy + steps * overhead / clock) / cores
   copied = _num_bytes(p, b, grid, visits) / chip.hbm_bytes_per_second_per_device
@@ -121,11 +128,12 @@ def seconds(product: GroupedProduct, blocks: Blocks, chip: chips.Chip) -> float:
   return longer + _UNHIDDEN * shorter + ends + 2 * _LATENCY_SECONDS
 
 
-def _unrolled(p: GroupedProduct, b: Blocks) -> int:
-  """Products of elements in the largest piece of a block of rows."""
+def _unrolled(p: GroupedProduct, b: Blocks, chip: chips.Chip) -> float:
+  """Rows that matrix units multiply in the largest piece of a block."""
   cells = b.rows * b.columns * b.inner
   block = b.inner if p.is_gradient else b.rows
-  return p.num_weights * cells // block * min(block, LARGE_PIECES[0])
+  cells = cells // block * min(block, LARGE_PIECES[0])
+  return p.num_weights * cells / chip.mxu_columns**2
 
 
 def _num_bytes(p: GroupedProduct, b: Blocks, grid, visits: int) -> int:
@@ -143,11 +151,11 @@ def _num_bytes(p: GroupedProduct, b: Blocks, grid, visits: int) -> int:
 
 
 def _candidates(product: GroupedProduct) -> Iterator[Blocks]:
-  # Finding the block of a row divides, which is a shift by a power of two.
-  row_sizes = [n for n in _ROW_SIZES if n < 2 * product.rows] or _ROW_SIZES[:1]
-  rows, inner = row_sizes, _sizes(product.inner)
+  inner = _sizes(product.inner)
+  rows = _row_sizes(product.rows, _ROW_SIZES, LARGE_PIECES[0])
   if product.is_gradient:
-    rows, inner = inner, row_sizes[1:] or _ROW_SIZES[1:2]
+    rows = _row_sizes(product.rows, _GRADIENT_ROW_SIZES, 1024)
+    rows, inner = inner, rows
   columns = _sizes(product.columns)
   for r, c, i, split in itertools.product(
     rows, columns, inner, ("columns", "rows")
@@ -161,3 +169,9 @@ def _sizes(extent: int) -> list[int]:
   halves = {-(-whole // n // 128) * 128 for n in (1, 2, 4)}
   sizes = {s for s in _SIZES if s < whole} | {s for s in halves if s > 0}
   return sorted(s for s in sizes if s <= _MOST)
+
+
+def _row_sizes(extent: int, sizes: Sequence[int], least: int) -> Sequence[int]:
+  """Sizes hardly longer than the rows: from `least` on, else the largest."""
+  fitting = [n for n in sizes if n < 2 * extent] or sizes[:1]
+  return [n for n in fitting if n >= least] or fitting[-1:]
