@@ -246,9 +246,15 @@ def test_the_remedies_for_too_few_cpu_devices_work():
   assert _run(program, JAX_PLATFORMS="cpu", NPROC="2") == "8"
 
 
-@pytest.mark.parametrize("started", [True, False])
-@pytest.mark.parametrize("num_devices", ["8", "9"])
-@pytest.mark.parametrize("interpret", ["None", "pltpu.InterpretParams()"])
+@pytest.mark.parametrize(
+  ("interpret", "num_devices", "started"),
+  [
+    ("None", "8", True),
+    ("None", "9", False),
+    ("pltpu.InterpretParams()", "9", True),
+    ("pltpu.InterpretParams()", "8", False),
+  ],
+)
 def test_a_barrier_on_all_devices_ends_or_is_refused(
   interpret, num_devices, started
 ):
