@@ -40,6 +40,8 @@ _OUT = flags.DEFINE_string(
   "out", "benchmarks/out", "Folder for kernels.json and a plot a chip."
 )
 
+_WIDTH = 140
+
 
 def _predicted(chip: cm.Chip, work: Work, fn: Callable[..., Any]) -> Any:
   """The prediction, or in words why there is none."""
@@ -155,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
   if not chosen:
     names = ", ".join(w.name for w in works.works())
     raise app.UsageError(f"--work must be a part of one of: {names}.")
-  console = Console()
+  console = Console(width=_WIDTH)
   rows = []
   with Progress(console=Console(stderr=True), transient=True) as progress:
     total = len(_CHIPS.value) * sum(len(w.contenders) for w in chosen)

@@ -5,8 +5,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.peers import attention, grouped_matmul, matmul
 from coremesh import spec
@@ -56,7 +54,7 @@ def works() -> Iterator[Work]:
 def _work(kernel: spec.KernelSpec, name: str, case: spec.Case) -> Work:
   return Work(
     name=f"{kernel.name} {name}",
-    args=_with_values(case.args),
+    args=case.args,
     options=case.options,
     num_flops=kernel.num_flops(*case.args, **case.options),
     num_bytes=kernel.num_bytes(*case.args, **case.options),
@@ -76,19 +74,6 @@ def _peers(kernel: spec.KernelSpec, case: spec.Case) -> Contenders:
   if kernel.name == "matmul" and not case.options:
     others |= matmul.contenders([a.shape for a in case.args])
   return others
-
-
-def _with_values(args: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, ...]:
-  """The arguments; sizes of groups, which steer kernels, as even as can be."""
-  num_rows = args[0].shape[0] if args[0].shape else 0
-
-  def value(arg: jax.ShapeDtypeStruct) -> Any:
-    if arg.dtype != jnp.int32 or len(arg.shape) != 1:
-      return arg
-    (count,) = arg.shape
-    return np.diff(np.arange(count + 1) * num_rows // count).astype(np.int32)
-
-  return tuple(map(value, args))
 
 
 def _with_gradients(
