@@ -59,13 +59,17 @@ def gradients(
     operands = Operands(**dict(zip(names, arrays[7:], strict=True)))
     return _run(call, blocks, arrays[:7], operands)
 
-  dq, dk, dv = batching.one_launch(run, *arrays, *given.values(), repeats=False)
+  dq, dk, dv, *row_values = batching.one_launch(
+    run, *arrays, *given.values(), repeats=False
+  )
   d_given: dict[str, Any] = {
     name: np.zeros(array.shape, jax.dtypes.float0)
     for name, array in given.items()
   }
   if "bias" in given:
-    d_given["bias"] = attention_backward_bias.gradient(call, arrays, operands)
+    d_given["bias"] = attention_backward_bias.gradient(
+      call, (q, k, v, d_out, *row_values), operands
+    )
   return dq, dk, dv, Operands(**d_given)
 
 
@@ -79,6 +83,7 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
   joint = [joined(a, lead) for a in (*arrays, *operands.given.values())]
   if "num_keys" in problem.operands:
     joint[-1] = joint[-1].reshape(-1)
+  row_values = []
   d_queries, d_keys, d_values = [], [], []
   for share in range(blocks.num_shares(problem)):
     plan = Plan(
@@ -87,13 +92,13 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
       share=share,
       num_cores=chip.tensor_cores_per_device,
     )
-    dq, dk, dv = _kernel(plan, chip)(*joint)
+    dq, dk, dv, *row_values = _kernel(plan, chip)(*joint)
     d_queries.append(dq)
     d_keys.append(_summed(dk, plan))
     d_values.append(_summed(dv, plan))
   dq = functools.reduce(jnp.add, d_queries).astype(q.dtype)
   dk, dv = (jnp.concatenate(d, axis=2) for d in (d_keys, d_values))
-  return [d.reshape(a.shape) for d, a in ((dq, q), (dk, k), (dv, v))]
+  return [d.reshape(*lead, *d.shape[1:]) for d in (dq, dk, dv, *row_values)]
 
 
 def _summed(d_keys: jax.Array, plan: Plan) -> jax.Array:
@@ -118,16 +123,18 @@ def _kernel(plan: Plan, chip) -> Any:
       return jax.ShapeDtypeStruct((num_sums, *shape), jnp.float32)
     return jax.ShapeDtypeStruct(shape, problem.dtype)
 
-  rows = problem.batch, problem.heads, problem.q_len
+  heads = problem.batch, problem.heads
+  outs = {
+    "dq": jax.ShapeDtypeStruct((*heads, problem.q_len, problem.d_qk), dq_dtype),
+    "dk": of_keys(problem.d_qk),
+    "dv": of_keys(problem.d_v),
+    "row_values": jax.ShapeDtypeStruct((*heads, 2, problem.q_len), jnp.float32),
+  }
   return launch.kernel(
     functools.partial(attention_backward_body.body, plan),
     mesh=chip.tensor_cores("core"),
-    out=(
-      jax.ShapeDtypeStruct((*rows, problem.d_qk), dq_dtype),
-      of_keys(problem.d_qk),
-      of_keys(problem.d_v),
-    ),
-    scratch=plan.scratch(),
+    out=tuple(outs[name] for name in plan.out_names),
+    scratch=list(plan.scratch().values()),
     compiler_params=pltpu.CompilerParams(
       vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
     ),

@@ -36,7 +36,7 @@ from coremesh.kernels.attention_masks import Span
 _MOST_ROWS = 512
 _MOST_KEYS = 512
 # Axes of each array that has one for its heads, its rows and its keys.
-_ROWS = {"q": 2, "d_out": 2, "log_total": 3, "less": 3, "row_segments": 3}
+_ROWS = {"q": 2, "d_out": 2, "row_values": 3, "row_segments": 3}
 _KEYS = {"k": 2, "v": 2, "key_segments": 3}
 
 
@@ -47,24 +47,17 @@ def gradient(
 
   Args:
     call: the static arguments.
-    arrays: q, k, v, out, d_out, lse and d_lse, the last two
-      [..., heads, 1, q_len].
+    arrays: q, k, v, d_out, and the `scores.row_values` of each row,
+      [..., heads, 2, q_len], float32.
     operands: those of attention.
   """
-  q, k, v, out, d_out, lse, d_lse = arrays
-  products = jnp.einsum(
-    "...d,...d->...", out, d_out, preferred_element_type=jnp.float32
-  )
-  values = scores.row_values(lse, products[..., None, :], d_lse)
   given = operands.given
 
   def run(*arrays):
-    operands = Operands(**dict(zip(given, arrays[6:], strict=True)))
-    return [_run(call, arrays[:6], operands)]
+    operands = Operands(**dict(zip(given, arrays[5:], strict=True)))
+    return [_run(call, arrays[:5], operands)]
 
-  (d_bias,) = batching.one_launch(
-    run, q, k, v, d_out, *values, *given.values(), repeats=True
-  )
+  (d_bias,) = batching.one_launch(run, *arrays, *given.values(), repeats=True)
   return d_bias
 
 
@@ -76,7 +69,7 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
   joint = {
     name: joined(a, lead)
     for name, a in (
-      *zip(("q", "k", "v", "d_out", "log_total", "less"), arrays, strict=True),
+      *zip(("q", "k", "v", "d_out", "row_values"), arrays, strict=True),
       *operands.given.items(),
     )
   }
@@ -87,10 +80,14 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
     names=tuple(joint),
     num_cores=chip.tensor_cores_per_device,
   )
+  # Leading axes of which only some broadcast were repeated.
+  own_lead = lead if plan.shape[0] > 1 else bias.shape[:-3]
+  lost = [i for i, n in enumerate(own_lead) if bias.shape[i] != n]
+  dtype = jnp.float32 if lost else bias.dtype
   kernel = launch.kernel(
     functools.partial(_body, plan),
     mesh=chip.tensor_cores("core"),
-    out=jax.ShapeDtypeStruct(plan.shape, jnp.float32),
+    out=jax.ShapeDtypeStruct(plan.shape, dtype),
     scratch=[pltpu.VMEM(plan.block[::-1], jnp.float32)],
     compiler_params=pltpu.CompilerParams(
       vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
@@ -100,12 +97,8 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
   )
   lengths = [] if num_keys is None else [num_keys.reshape(-1)]
   d_bias = kernel(*joint.values(), *lengths)
-  # Leading axes of which only some broadcast were repeated.
-  full = d_bias.reshape(
-    *(lead if plan.shape[0] > 1 else bias.shape[:-3]), *plan.shape[1:]
-  )
-  lost = [i for i, n in enumerate(full.shape) if bias.shape[i] != n]
-  return full.sum(lost, keepdims=True).astype(bias.dtype)
+  full = d_bias.reshape(*own_lead, *plan.shape[1:])
+  return full.sum(lost, keepdims=True).astype(bias.dtype) if lost else full
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +209,8 @@ def _pipeline(plan: Plan, inputs, out, total_vmem, num_keys_smem) -> None:
 
     @pl.when(item == num_items - 1)
     def _():
-      blocks["out"][...] = scores.turned(total_vmem[...])
+      out = blocks["out"]
+      out[...] = scores.turned(total_vmem[...]).astype(out.dtype)
 
   pltpu.emit_pipeline(
     step,
@@ -281,8 +275,8 @@ def _add(plan: Plan, at, refs, num_keys, total_vmem) -> None:
     d_scores = scores.terms(
       problem.call,
       inputs.known(mask),
-      log_total=refs["log_total"][...],
-      less=refs["less"][...],
+      log_total=refs["row_values"][0:1],
+      less=refs["row_values"][1:2],
       bias=refs["bias"][...],
       counted=mask.counted,
     ).d_scores

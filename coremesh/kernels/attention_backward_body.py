@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from coremesh.kernels.attention_backward_plan import Plan
 from coremesh.kernels.attention_backward_step import Step
 
-# Axes of each array that has one for its heads, its rows and its keys; "kv"
-# heads are those of k and v.
+# The axes of rows and of keys of the arrays that have them.
 _ROWS = {"q": 2, "out": 2, "d_out": 2, "dq": 2, "lse": 3, "d_lse": 3}
 _KEYS = {"k": 2, "v": 2, "dk": 2, "dv": 2, "key_segments": 3, "bias": 3}
-_ROWS |= {"row_segments": 3, "bias": 2}
+_ROWS |= {"row_values": 3, "row_segments": 3, "bias": 2}
 _OF_KEYS = ("k", "v", "dk", "dv")
 
 
@@ -45,7 +44,6 @@ def body(plan: Plan, *refs: Any) -> None:
 def _pipeline(plan: Plan, inputs, outs, scratch, num_keys_smem) -> None:
   core = jax.lax.axis_index("core")
   rounds = plan.rounds
-  out_names = ("dq", "dk", "dv")
   grid = rounds.num_heads(core), rounds.num_items(core)
 
   def step(*refs):
@@ -59,8 +57,8 @@ def _pipeline(plan: Plan, inputs, outs, scratch, num_keys_smem) -> None:
       plan=plan,
       unit=unit,
       num_keys=num_keys,
-      refs=dict(zip((*plan.names, *out_names), refs, strict=True)),
-      sums=dict(zip((*out_names, "rows"), scratch, strict=True)),
+      refs=dict(zip((*plan.names, *plan.out_names), refs, strict=True)),
+      sums=dict(zip(plan.scratch(), scratch, strict=True)),
     ).run(is_first=item == 0, is_last=item == grid[1] - 1)
 
   def spec(name: str, ref: Any) -> pl.BlockSpec:
@@ -70,7 +68,7 @@ def _pipeline(plan: Plan, inputs, outs, scratch, num_keys_smem) -> None:
     step,
     grid=grid,
     in_specs=[spec(n, r) for n, r in zip(plan.names, inputs, strict=True)],
-    out_specs=[spec(n, r) for n, r in zip(out_names, outs, strict=True)],
+    out_specs=[spec(n, r) for n, r in zip(plan.out_names, outs, strict=True)],
   )(*inputs, *outs)
 
 

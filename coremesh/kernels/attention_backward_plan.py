@@ -67,17 +67,27 @@ class Plan:
   @property
   def has_other_pairs(self) -> bool:
     """Whether some pairs are neither full nor on an edge with its own code."""
-    p, b, band = self.problem, self.blocks, self.tiles.band
+    p, b = self.problem, self.blocks
     if p.q_len % b.rows or p.kv_len % b.keys:
       return True
     if {"num_keys", "row_segments"} & set(p.operands):
       return True
-    has_band = band.first is not None or band.last is not None
-    return has_band and not self.tiles.edges
+    return self.tiles.has_many_edges
 
-  def scratch(self) -> list[Any]:
-    """The sums of dq, dk and dv, and two numbers of each row."""
+  @property
+  def out_names(self) -> tuple[str, ...]:
+    """Of the outputs; the derivative of a bias is made of the last."""
+    names = "dq", "dk", "dv"
+    return (*names, "row_values") if "bias" in self.problem.operands else names
+
+  def scratch(self) -> dict[str, Any]:
+    """The sums of dq, dk and dv, and the `row_values`, by name."""
     rows, keys = self.blocks.held_rows, self.blocks.held_keys
     d_qk, d_v = self.problem.d_qk, self.problem.d_v
-    shapes = (rows, d_qk), (keys, d_qk), (keys, d_v), (2, rows)
-    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+    shapes = {
+      "dq": (rows, d_qk),
+      "dk": (keys, d_qk),
+      "dv": (keys, d_v),
+      "row_values": (2, rows),
+    }
+    return {n: pltpu.VMEM(shape, jnp.float32) for n, shape in shapes.items()}

@@ -27,7 +27,7 @@ class Step:
     unit: which rows of which head.
     num_keys: how many keys are valid, None if all.
     refs: the blocks in VMEM, by name.
-    sums: scratch: "dq", "dk", "dv", and "rows", the `scores.row_values`.
+    sums: scratch: "dq", "dk", "dv" and "row_values".
   """
 
   plan: Plan
@@ -53,6 +53,8 @@ class Step:
     sums["dq"][...] = jnp.zeros_like(sums["dq"])
     self._fill_row_values()
     self._each_pair()
+    if "row_values" in refs:
+      refs["row_values"][...] = sums["row_values"][...]
     refs["dq"][...] = (sums["dq"][...] * scale).astype(refs["dq"].dtype)
 
     @pl.when(is_last)
@@ -73,7 +75,7 @@ class Step:
         jnp.sum((out * d_out).T, axis=0, keepdims=True),
         refs["d_lse"][:, here],
       )
-      self.sums["rows"][:, here] = jnp.concatenate(values)
+      self.sums["row_values"][:, here] = jnp.concatenate(values)
 
     _loop(0, self.plan.blocks.held_rows // rows, lambda i: fill(i, None))
 
@@ -214,8 +216,8 @@ class Step:
     terms = scores.terms(
       self.plan.problem.call,
       inputs,
-      log_total=sums["rows"][0:1, rows],
-      less=sums["rows"][1:2, rows],
+      log_total=sums["row_values"][0:1, rows],
+      less=sums["row_values"][1:2, rows],
       bias=bias,
       counted=mask.counted,
     )

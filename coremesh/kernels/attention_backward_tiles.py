@@ -20,7 +20,6 @@ from coremesh.kernels.attention_masks import Band, Span
 
 # Rows of scores lie along lanes, of which a register has this many.
 _LANES = 128
-# Each edge is code of its own: of so many at the most.
 _MOST_EDGES = 4
 
 
@@ -67,8 +66,17 @@ class Tiles:
   def edges(self) -> dict[int, tuple[Strip, ...]]:
     """The strips of pairs that lie on an edge of the band, by distance.
 
-    None are listed if there are many.
+    Each is code of its own, so that if there are many, none is listed.
     """
+    return {} if self.has_many_edges else self._edges
+
+  @property
+  def has_many_edges(self) -> bool:
+    """Whether there are too many edges to list."""
+    return len(self._edges) > _MOST_EDGES
+
+  @property
+  def _edges(self) -> dict[int, tuple[Strip, ...]]:
     step = math.gcd(self.rows, self.keys)
     distances = set()
     for limit in (self.band.first, self.band.last):
@@ -76,8 +84,7 @@ class Tiles:
         low = -(-(limit - self.keys) // step) * step
         distances |= set(range(low, limit + self.rows + 1, step))
     edges = {d: self._edge(d) for d in sorted(distances)}
-    edges = {d: s for d, s in edges.items() if s and not self.is_full(d)}
-    return edges if len(edges) <= _MOST_EDGES else {}
+    return {d: s for d, s in edges.items() if s and not self.is_full(d)}
 
   def _span(self, distance: Any) -> tuple[Any, Any]:
     """The least and the greatest distance from a row to a key."""

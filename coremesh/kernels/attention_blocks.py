@@ -64,8 +64,9 @@ def chosen(problem: Any, *, num_mxu_columns: int, vmem_bytes: int) -> Blocks:
   """
   if problem.call.blocks is not None:
     return _cut(problem.call.blocks, problem)
-  tile_keys = num_mxu_columns
-  blocks = _cut(Blocks(tile_keys=tile_keys), problem)
+  rows = _rows(problem.call.window)
+  blocks = Blocks(rows=rows, part=min(rows, 1024), tile_keys=num_mxu_columns)
+  blocks = _cut(blocks, problem)
   while _vmem_bytes(blocks, problem) > _VMEM_SHARE * vmem_bytes:
     half = dict(keys=_half(blocks.keys, blocks.part))
     if "bias" in problem.operands and blocks.rows > 2 * blocks.tile_rows:
@@ -75,6 +76,18 @@ def chosen(problem: Any, *, num_mxu_columns: int, vmem_bytes: int) -> Blocks:
       return blocks
     blocks = smaller
   return blocks
+
+
+def _rows(window: Any) -> int:
+  """Rows of a block: few if a row counts few keys, as others do not count.
+
+  A window of as many keys starts and ends in the corners of blocks.
+  """
+  if window is None or window[0] is None:
+    return 2048
+  keys = window[0] + 1
+  most = 1024 if keys >= 2048 else 512
+  return next((n for n in (2048, 1024) if keys % n == 0), most)
 
 
 def _half(size: int, unit: int) -> int:

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
 from coremesh import launch, place
 from coremesh.kernels import attention_blocks, attention_turns, batching
@@ -23,7 +24,7 @@ from coremesh.kernels.attention_call import (
 )
 from coremesh.kernels.attention_masks import Span
 from coremesh.kernels.attention_tiles import Scratch, Tiles, scratch_types
-from coremesh.kernels.attention_turns import quotient
+from coremesh.kernels.attention_turns import Turns, quotient
 from coremesh.kernels.attention_units import Unit, Units
 
 
@@ -136,21 +137,27 @@ class Plan:
     return pl.cdiv(self.problem.kv_len, self.blocks.keys)
 
   @property
-  def has_edge(self) -> bool:
-    """Whether all that does not count is above a diagonal.
+  def has_edges(self) -> bool:
+    """Whether what counts is between diagonals that meet corners of blocks.
 
-    One that meets blocks and turns in their corners, so that it is known
-    before which tiles it cuts.
+    So that it is known before which tiles they cut.
     """
     band, blocks = masks.band(self.problem), self.blocks
-    operands = set(self.problem.operands)
-    if band.first is not None or band.last is None or operands - {"bias"}:
+    if band.last is None or set(self.problem.operands) - {"bias"}:
       return False
+    # The keys at an edge must not reach from one block to the next.
     whole = blocks.part if self.steps == 1 else blocks.rows
-    return (
+    ends = (
       band.last >= 0
-      and band.last + self.problem.q_len == self.problem.kv_len
       and band.last % whole == 0
+      and band.last + self.problem.q_len == self.problem.kv_len
+    )
+    starts = band.first is None or (
+      (band.first - 1) % blocks.rows == 0 and band.first - 1 < band.last
+    )
+    return (
+      ends
+      and starts
       and blocks.rows % blocks.part == 0
       and blocks.keys % whole == 0
       and self.problem.q_len % blocks.rows == 0
@@ -161,7 +168,7 @@ class Plan:
   def has_masked(self) -> bool:
     """Whether there are turns in which some scores may not count."""
     band = masks.band(self.problem)
-    if self.has_edge:
+    if self.has_edges:
       return False
     is_whole = self.problem.kv_len % self.blocks.part == 0
     has_band = (band.first, band.last) != (None, None)
@@ -327,16 +334,32 @@ def _step(plan: Plan, here: Tiles, unit: Unit) -> None:
   )
 
   def sweep():
-    here.start(turns.first)
+    _start(plan, here, turns)
     turns.sweep(here)
-    if plan.has_edge:
+    if plan.has_edges:
       is_here = plan.steps == 1 or turns.stop > turns.clear_stop
-      _when(is_here, lambda: here.edge(turns.clear_stop))
+      _when(is_here, lambda: here.last_edge(turns.clear_stop))
     here.finish()
 
   pl.when(step == 0)(here.clear)
   _when(turns.any, sweep)
   pl.when(step == plan.steps - 1)(here.write)
+
+
+def _start(plan: Plan, here: Tiles, turns: Turns) -> None:
+  """Begins a block of keys, with those that start at a diagonal, if any."""
+  first = masks.band(plan.problem).first
+  if first is None or not plan.has_edges:
+    here.start(turns.first)
+    return
+  key = here.first_row + first - 1 - here.first_key
+  is_here = (key >= 0) & (key < plan.blocks.keys)
+  tile = jax.lax.div(key, np.int32(plan.blocks.tile_keys))
+  jax.lax.cond(
+    is_here,
+    lambda: here.first_edge(tile, after=turns.first),
+    lambda: here.start(turns.first),
+  )
 
 
 def _when(condition: Any, do: Callable[[], None]) -> None:

@@ -6,6 +6,8 @@ then by segments. Everything here works with keys on either axis of a block.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -65,11 +67,12 @@ class Band:
 
   def counts(self, rows: jax.Array, keys: jax.Array) -> jax.Array | None:
     """Whether rows count keys, of indices that broadcast; None: all do."""
-    offset = keys - rows
-    if self.first is None:
-      return None if self.last is None else offset <= self.last
-    is_after = offset >= self.first
-    return is_after if self.last is None else is_after & (offset <= self.last)
+    conditions = []
+    if self.first is not None:
+      conditions.append(keys >= rows + self.first)
+    if self.last is not None:
+      conditions.append(keys <= rows + self.last)
+    return functools.reduce(operator.and_, conditions) if conditions else None
 
   def _keys(self, row_of_first, row_of_last) -> Span:
     return Span(
@@ -122,14 +125,24 @@ def counted(
     bool of a shape that broadcasts to that of rows and keys together. What is
     beyond the keys counts nowhere; what is beyond the rows may count.
   """
-  result = keys < (problem.kv_len if num_keys is None else num_keys)
-  in_band = band(problem).counts(rows, keys)
-  if in_band is not None:
-    result = result & in_band
-  if row_segments is not None and key_segments is not None:
-    # A negative id matches nothing, so it has to be looked for on one side.
-    result = result & (row_segments == key_segments) & (key_segments >= 0)
-  return result
+  # What is known of a key or of a row alone is settled there: a block of scores
+  # has as many elements as both multiplied.
+  num_keys = problem.kv_len if num_keys is None else num_keys
+  limits = band(problem)
+  has_segments = row_segments is not None and key_segments is not None
+  conditions = []
+  if has_segments:
+    is_valid = (key_segments >= 0) & (keys < num_keys)
+    own = jnp.where(row_segments >= 0, row_segments, -1)
+    conditions.append(jnp.where(is_valid, key_segments, -2) == own)
+  if limits.last is not None:
+    last = rows + limits.last
+    conditions.append(keys <= jnp.minimum(last, num_keys - 1))
+  elif not has_segments:
+    conditions.append(keys < num_keys)
+  if limits.first is not None:
+    conditions.append(keys >= rows + limits.first)
+  return functools.reduce(operator.and_, conditions)
 
 
 def counted_keys(

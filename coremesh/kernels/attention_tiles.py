@@ -11,7 +11,7 @@ With keys on sublanes the largest score and the sum of a row are sums over
 registers, and what is known of a row is one number a lane.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -152,13 +152,7 @@ class Tiles:
 
   def start(self, first: Any) -> None:
     """Makes the scores of the first tiles of a turn."""
-    for i, tile in enumerate(self._after(first)):
-      self.scratch.scores[i] = self._scores(tile)
-    # Nothing is under way: it is added as 0, times any values but NaN.
-    self.scratch.terms[...] = jnp.zeros_like(self.scratch.terms)
-    self.scratch.shrink[...] = jnp.ones_like(self.scratch.shrink)
-    self.scratch.values[0] = jnp.zeros_like(self.scratch.values[0])
-    self.scratch.values[1] = self._values(first)
+    self._begin(self._after(first))
 
   def turn(self, first: Any, *, size: int, is_masked: bool, after: Any) -> None:
     """All rows with some tiles of keys.
@@ -176,22 +170,60 @@ class Tiles:
     ]
     self._run(tiles, self._after(after))
 
-  def edge(self, first: Any) -> None:
-    """All rows with the keys at the diagonal, the last of the block.
+  def last_edge(self, first: Any) -> None:
+    """All rows with the keys that end at a diagonal, the last of the block.
 
     Args:
-      first: tile of keys; row r of the block counts keys up to r after it.
+      first: tile of keys; row r of the block counts its keys up to r.
     """
     height, width = self.blocks.tile_keys, self.blocks.tile_rows
-    tiles = [
-      Tile(keys, column, (i + 1) * height - 1 > column * width)
-      for i, keys in enumerate(
-        [first + i for i in range(self.blocks.rows // height)]
-      )
-      for column in range(self.columns)
-      if i * height < (column + 1) * width
-    ]
+    tiles = self._cut_by(
+      first,
+      counts_some=lambda key, row: key < row + width,
+      counts_all=lambda key, row: key + height - 1 <= row,
+    )
     self._run(tiles, [])
+
+  def first_edge(self, first: Any, *, after: Any) -> None:
+    """All rows with the keys that start at a diagonal; begins a block.
+
+    Args:
+      first: tile of keys; row r of the block counts its keys from r + 1 on.
+      after: the tile of keys that comes after them.
+    """
+    height, width = self.blocks.tile_keys, self.blocks.tile_rows
+    tiles = self._cut_by(
+      first,
+      counts_some=lambda key, row: key + height - 1 > row,
+      counts_all=lambda key, row: key >= row + width,
+    )
+    self._begin(tiles)
+    self._run(tiles, self._after(after))
+
+  def _cut_by(
+    self,
+    first: Any,
+    *,
+    counts_some: Callable[[int, int], bool],
+    counts_all: Callable[[int, int], bool],
+  ) -> list[Tile]:
+    """As many keys as rows, of the tiles those that count at all.
+
+    Args:
+      first: tile of keys.
+      counts_some: of the first key and row of a tile, counted from those of the
+        first: whether any of its scores counts.
+      counts_all: likewise, whether all do.
+    """
+    height, width = self.blocks.tile_keys, self.blocks.tile_rows
+    return [
+      Tile(keys, row // width, not counts_all(key, row))
+      for key, keys in [
+        (i * height, first + i) for i in range(self.blocks.rows // height)
+      ]
+      for row in range(0, self.blocks.rows, width)
+      if counts_some(key, row)
+    ]
 
   def finish(self) -> None:
     """Adds what is under way."""
@@ -207,6 +239,17 @@ class Tiles:
     log = self.scratch.largest[...] / LOG2_E + jnp.log(total)
     lse[...] = jnp.where(is_empty, -INFINITY, log)
 
+  def _begin(self, tiles: Sequence[Tile]) -> None:
+    """Makes the scores of the first of some tiles, with nothing under way."""
+    scratch = self.scratch
+    for i, tile in enumerate(tiles[:_AHEAD]):
+      scratch.scores[i] = self._scores(tile)
+    # What is added is 0, times any values but NaN.
+    scratch.terms[...] = jnp.zeros_like(scratch.terms)
+    scratch.shrink[...] = jnp.ones_like(scratch.shrink)
+    scratch.values[0] = jnp.zeros_like(scratch.values[0])
+    scratch.values[1] = self._values(tiles[0].keys)
+
   def _after(self, first: Any) -> list[Tile]:
     """The first tiles of a turn that starts at a tile of keys."""
     return [
@@ -219,14 +262,16 @@ class Tiles:
     scratch = self.scratch
     scores = [scratch.scores[i] for i in range(_AHEAD)]
     under_way, values = self._under_way(), scratch.values[1]
+    segments = self._segments_of(tiles[0].keys)
     coming = [*tiles, *after][_AHEAD:]
     for i, tile in enumerate(tiles):
       if i < len(coming):
         scores.append(self._scores(coming[i]))
       if i and tile.keys is not tiles[i - 1].keys:
+        segments = self._segments_of(tile.keys)
         values = self._values(tile.keys)
       self._add(under_way)
-      terms, shrink = self._terms(tile, scores.pop(0))
+      terms, shrink = self._terms(tile, segments, scores.pop(0))
       under_way = UnderWay(tile.rows, values, terms, shrink)
     scratch.values[0] = under_way.values
     scratch.terms[...] = under_way.terms
@@ -267,7 +312,7 @@ class Tiles:
         self.problem,
         self.first_key + here.start + iota((size, 1), 0),
         num_keys=self.num_keys,
-        **self._segments_of(here),
+        **self._segments_of(index),
       )
       v = jnp.where(known, v, jnp.zeros_like(v))
     return v.T
@@ -281,12 +326,14 @@ class Tiles:
       preferred_element_type=jnp.float32,
     )
 
-  def _terms(self, tile: Tile, scores: jax.Array) -> tuple[Any, Any]:
+  def _terms(
+    self, tile: Tile, segments: dict[str, Any], scores: jax.Array
+  ) -> tuple[Any, Any]:
     """The terms of a tile, and what sums before it must be multiplied by."""
     scratch, rows = self.scratch, self._rows(tile.rows)
     scores = self._as_exponents(tile, scores)
     if tile.is_masked:
-      scores = jnp.where(self._counted(tile), scores, -INFINITY)
+      scores = jnp.where(self._counted(tile, segments), scores, -INFINITY)
     largest = scratch.largest[:, rows]
     new = jnp.maximum(largest, jnp.max(scores, axis=0, keepdims=True))
     # Without scores any finite number will do: what is left is exp(-inf) = 0.
@@ -326,14 +373,12 @@ class Tiles:
     keys = self._keys(tile.keys) if bias.shape[1] > 1 else slice(None)
     return scores + bias[rows, keys].astype(jnp.float32).T * LOG2_E
 
-  def _counted(self, tile: Tile) -> jax.Array:
-    """Which scores of a tile count."""
+  def _counted(self, tile: Tile, segments: dict[str, Any]) -> jax.Array:
+    """Which scores of a tile count, given the segments of its keys."""
     height, width = self.blocks.tile_keys, self.blocks.tile_rows
-    segments = self._segments_of(self._keys(tile.keys))
     if segments:
-      segments["row_segments"] = self.refs["row_segments"][
-        :, self._rows(tile.rows)
-      ]
+      rows = self.refs["row_segments"][:, self._rows(tile.rows)]
+      segments = dict(segments, row_segments=rows)
     return masks.counted(
       self.problem,
       rows=self.first_row + tile.rows * width + iota((1, width), 1),
@@ -342,10 +387,10 @@ class Tiles:
       **segments,
     )
 
-  def _segments_of(self, keys: Any) -> dict[str, jax.Array]:
-    """The segments of keys, on sublanes, if there are segments."""
+  def _segments_of(self, index: Any) -> dict[str, jax.Array]:
+    """The segments of a tile of keys, on sublanes, if there are segments."""
     if "key_segments" not in self.refs:
       return {}
-    row = self.refs["key_segments"][:, keys]
+    row = self.refs["key_segments"][:, self._keys(index)]
     column = jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
     return {"key_segments": column}
