@@ -38,8 +38,57 @@ def attention(
   soft_cap: float | None = None,
   return_lse: bool = False,
   blocks: Blocks | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-  """softmax(q @ k.T * scale) @ v."""
+) -> Any:
+  """softmax(q @ k.T * scale) @ v, whose scores never go through HBM.
+
+  1. Blocks of rows go round the TensorCores, with the keys of their head in
+     VMEM; keys of which no score counts are neither copied nor multiplied.
+  2. Tiles of scores are exponentiated against the largest score of each row so
+     far, and add to the row's sum and output in float32, which are rescaled
+     when a larger score comes.
+  3. At the end the output is divided by the sum. The backward kernels compute
+     the scores once more, from the log of that sum.
+
+  Reads q once, k and v once for each block of rows that needs them and writes
+  the output once. VMEM holds two blocks of rows of q and of the output and two
+  of keys and values.
+
+  Source: Rabe and Staats, arXiv 2112.05682; Dao et al., arXiv 2205.14135.
+
+  Args:
+    q: [..., heads, q_len, d_qk], float32 or bfloat16, in HBM as all arrays;
+      d_qk is at most 256.
+    k: [..., kv_heads, kv_len, d_qk] of the same dtype; each head of keys serves
+      heads / kv_heads heads of q that follow each other.
+    v: [..., kv_heads, kv_len, d_v] of the same dtype; d_v is at most 256.
+    bias: added to the scores after scale and cap; broadcasts to [..., heads,
+      q_len, kv_len]. Where it is -inf a score does not count.
+    segment_ids: int32 [..., q_len]; a score counts where the ids of row and key
+      are equal and not negative.
+    kv_segment_ids: int32 [..., kv_len]; default `segment_ids`.
+    kv_lengths: int32 [...], data: how many keys of each element are valid.
+    is_causal: whether row i counts the keys up to i + kv_len - q_len only, so
+      that the last row counts all.
+    window: how many keys left and right of that diagonal count beside the one
+      on it; None on either side for all.
+    scale: of the scores; default d_qk^-0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    return_lse: whether to return the log-sum-exp of each row too.
+    blocks: sizes of the blocks; they change rounding only.
+
+  Returns:
+    [..., heads, q_len, d_v] of q's dtype; with `return_lse` also float32
+    [..., heads, q_len], natural logarithms. A row in which no score counts gives
+    0 and -inf, and its gradients are 0. Keys and values that no row may count
+    (beyond kv_lengths, of negative segments) may hold NaN.
+
+  Raises:
+    ShapeError: shapes that do not fit each other, heads that do not divide.
+    DTypeError: dtypes that differ, or that are not those above.
+
+  Example:
+    y = kernels.attention(q, k, v, is_causal=True, window=(1023, 0))
+  """
   attention_call.check_arrays(q, k, v)
   call = attention_call.checked_call(
     d_qk=q.shape[-1],
@@ -81,7 +130,7 @@ def attention_reference(
   scale: float | None = None,
   soft_cap: float | None = None,
   return_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
   """What `attention` computes, in plain `jnp`; arguments as there."""
   q_len, kv_len = q.shape[-2], k.shape[-2]
   shape = *q.shape[:-1], kv_len

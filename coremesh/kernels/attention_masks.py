@@ -129,16 +129,15 @@ def counted(
   # has as many elements as both multiplied.
   num_keys = problem.kv_len if num_keys is None else num_keys
   limits = band(problem)
-  has_segments = row_segments is not None and key_segments is not None
   conditions = []
-  if has_segments:
+  if row_segments is not None and key_segments is not None:
     is_valid = (key_segments >= 0) & (keys < num_keys)
     own = jnp.where(row_segments >= 0, row_segments, -1)
     conditions.append(jnp.where(is_valid, key_segments, -2) == own)
   if limits.last is not None:
     last = rows + limits.last
     conditions.append(keys <= jnp.minimum(last, num_keys - 1))
-  elif not has_segments:
+  elif not conditions:
     conditions.append(keys < num_keys)
   if limits.first is not None:
     conditions.append(keys >= rows + limits.first)
