@@ -2,7 +2,7 @@ r"""Writes the table of blocks of kernels.matmul, by predicted time.
 
 For each case of the kernel and each chip, the blocks of its search space that
 its model takes for the fastest are compiled, and predicted as whole modules;
-the fastest are put into coremesh/kernels/matmul_table.py. Rows of other cases
+the fastest are put into coremesh/kernels/_matmul/table.py. Rows of other cases
 and chips stay; those of another version of the kernel go. Nothing is measured
 on a device.
 
@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 import coremesh as cm
 from coremesh import spec
-from coremesh.kernels import matmul_blocks, matmul_launch, matmul_table
+from coremesh.kernels._matmul import blocks as matmul_blocks
+from coremesh.kernels._matmul import launch
+from coremesh.kernels._matmul import table as matmul_table
+from coremesh.kernels._matmul.blocks import Blocks, Product
 from coremesh.kernels.matmul import SPEC
-from coremesh.kernels.matmul_blocks import Blocks, Product
 
 _CHIPS = flags.DEFINE_multi_string(
   "chip", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"], "Chips to predict for."
@@ -84,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
       if _CASES.value and label not in _CASES.value:
         continue
       print(f"{name} {label}", flush=True)
-      product = matmul_launch.product_of_types(*case.args, **case.options)
+      product = launch.product_of_types(*case.args, **case.options)
       tried = dict(trials(chip, product, case))
       if tried:
         b = tried[min(tried)]

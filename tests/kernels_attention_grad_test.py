@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 import coremesh as cm
-from coremesh.kernels import attention_backward, attention_call
-from coremesh.kernels import attention_backward_blocks as blocks_
-from coremesh.kernels import attention_masks as masks
+from coremesh.kernels._attention import backward, call, masks
+from coremesh.kernels._attention import backward_blocks as blocks_
+from coremesh.kernels._attention.backward_blocks import BackwardBlocks
+from coremesh.kernels._attention.backward_tiles import Tiles
+from coremesh.kernels._attention.backward_units import Rounds
+from coremesh.kernels._attention.call import Call, Problem
 from coremesh.kernels.attention import attention, attention_reference
-from coremesh.kernels.attention_backward_blocks import BackwardBlocks
-from coremesh.kernels.attention_backward_tiles import Tiles
-from coremesh.kernels.attention_backward_units import Rounds
-from coremesh.kernels.attention_call import Call, Problem
 from tests import support
 
 # So that few numbers make many blocks, which keys are held in two shares of.
@@ -182,9 +181,9 @@ def _kernel(
   }
   static: Any = {name: options.get(name) for name in _STATIC}
   static["is_causal"] = bool(static["is_causal"])
-  *d_qkv, d_operands = attention_backward.gradients(
-    attention_call.checked_call(d_qk=q.shape[-1], blocks=None, **static),
-    (q, k, v, attention_call.checked_operands(q, k, **arrays), out, lse),
+  *d_qkv, d_operands = backward.gradients(
+    call.checked_call(d_qk=q.shape[-1], blocks=None, **static),
+    (q, k, v, call.checked_operands(q, k, **arrays), out, lse),
     d_out,
     d_lse,
     blocks=blocks,

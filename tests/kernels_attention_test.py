@@ -13,11 +13,11 @@ import pytest
 
 import coremesh as cm
 from coremesh.kernels import attention, attention_reference
-from coremesh.kernels import attention_masks as masks
-from coremesh.kernels.attention_blocks import Blocks
-from coremesh.kernels.attention_call import Operands, checked_call, problem_of
-from coremesh.kernels.attention_masks import Span
-from coremesh.kernels.attention_units import Units
+from coremesh.kernels._attention import masks
+from coremesh.kernels._attention.blocks import Blocks
+from coremesh.kernels._attention.call import Operands, checked_call, problem_of
+from coremesh.kernels._attention.masks import Span
+from coremesh.kernels._attention.units import Units
 from tests import support
 
 # So that few numbers make many blocks, turns and tiles.

@@ -10,7 +10,7 @@ import pytest
 
 import coremesh as cm
 from coremesh.kernels import epilogues, matmul, matmul_reference
-from coremesh.kernels.matmul_blocks import Blocks
+from coremesh.kernels._matmul.blocks import Blocks
 from tests import support
 
 _POINTS = np.array([0, -3.7, -5, 5, 1, -2, 0.3, 40], np.float32)

@@ -17,12 +17,12 @@ from coremesh.kernels import (
   grouped_weight_gradient,
   grouped_weight_gradient_reference,
 )
-from coremesh.kernels.grouped_matmul_blocks import (
+from coremesh.kernels._grouped.blocks import (
   GroupedProduct,
   choose,
   vmem_bytes,
 )
-from coremesh.kernels.matmul_blocks import Blocks
+from coremesh.kernels._matmul.blocks import Blocks
 from tests import support
 
 _ROWS = Blocks(rows=32, columns=128, inner=128)

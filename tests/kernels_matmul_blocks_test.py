@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
-from coremesh.kernels import matmul_blocks, matmul_launch, matmul_table
+from coremesh.kernels._matmul import blocks as matmul_blocks
+from coremesh.kernels._matmul import launch
+from coremesh.kernels._matmul import table as matmul_table
+from coremesh.kernels._matmul.blocks import Blocks, Product
 from coremesh.kernels.matmul import SPEC
-from coremesh.kernels.matmul_blocks import Blocks, Product
 
 _V5P = cm.chip("v5p")
 _PRODUCT = Product(batch=1, rows=256, columns=512, inner=384)
@@ -74,7 +76,7 @@ def test_the_rows_of_the_table_are_those_of_cases_and_fit():
   found = set()
   for chip in chips.values():
     for case in SPEC.cases.values():
-      product = matmul_launch.product_of_types(*case.args, **case.options)
+      product = launch.product_of_types(*case.args, **case.options)
       blocks = matmul_blocks.tabulated(product, chip)
       if blocks is not None:
         assert matmul_blocks.fits(product, blocks, chip)
@@ -108,7 +110,7 @@ def test_what_is_tabulated_is_found_by_the_launch():
   types = [
     jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((250, 130), (130, 9))
   ]
-  product = matmul_launch.product_of_types(*types, transpose_x=False)
+  product = launch.product_of_types(*types, transpose_x=False)
   # Both lie transposed in HBM, and are taken so.
   assert product.transpose_x
   assert product.transpose_w

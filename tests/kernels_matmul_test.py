@@ -12,7 +12,7 @@ import pytest
 
 import coremesh as cm
 from coremesh.kernels import matmul, matmul_reference
-from coremesh.kernels.matmul_blocks import Blocks, Product, choose, vmem_bytes
+from coremesh.kernels._matmul.blocks import Blocks, Product, choose, vmem_bytes
 
 _SMALL = Blocks(rows=16, columns=128, inner=128)
 # A product of n terms of float32, each rounded to 24 bits, summed in another

@@ -11,7 +11,7 @@ import pytest
 
 import coremesh as cm
 from coremesh import kernels
-from coremesh.kernels import rows
+from coremesh.kernels._rows import rows as rows
 
 _EPSILON = 1e-6
 # Of results of size 4: sums, rsqrt and products in 24 bits, some 20 roundings;

@@ -9,7 +9,7 @@ import pytest
 
 import coremesh as cm
 from coremesh import kernels
-from coremesh.kernels import rows
+from coremesh.kernels._rows import rows as rows
 
 # Of the largest result 1: exp, the sum's reciprocal and two products in 24
 # bits, then one rounding to the dtype.

@@ -10,14 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
-from coremesh.kernels import (
-  attention_backward,
-  attention_call,
-  attention_forward,
-)
-from coremesh.kernels import attention_masks as masks
-from coremesh.kernels.attention_blocks import Blocks
-from coremesh.kernels.attention_call import Call, Operands, Window, problem_of
+from coremesh.kernels._attention import backward, forward, masks
+from coremesh.kernels._attention import call as attention_call
+from coremesh.kernels._attention.blocks import Blocks
+from coremesh.kernels._attention.call import Call, Operands, Window, problem_of
 from coremesh.spec import Case, KernelSpec
 
 _INFINITY = float("inf")
@@ -78,7 +74,7 @@ def attention(
 
   Returns:
     [..., heads, q_len, d_v] of q's dtype; with `return_lse` also float32
-    [..., heads, q_len], natural logarithms. A row in which no score counts gives
+    [..., heads, q_len], natural logarithms. A row in which no score counts is
     0 and -inf, and its gradients are 0. Keys and values that no row may count
     (beyond kv_lengths, of negative segments) may hold NaN.
 
@@ -190,16 +186,16 @@ def _of_nothing(q: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _attention(
   call: Call, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
-  return attention_forward.forward(call, q, k, v, operands)
+  return forward.forward(call, q, k, v, operands)
 
 
 def _forward(call, q, k, v, operands):
-  out, lse = attention_forward.forward(call, q, k, v, operands)
+  out, lse = forward.forward(call, q, k, v, operands)
   return (out, lse), (q, k, v, operands, out, lse)
 
 
 def _backward(call, residuals, gradients):
-  return attention_backward.gradients(call, residuals, *gradients)
+  return backward.gradients(call, residuals, *gradients)
 
 
 _attention.defvjp(_forward, _backward)

@@ -12,25 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, place
-from coremesh.kernels import grouped_matmul_body
-from coremesh.kernels.blocks import tile_rows
-from coremesh.kernels.grouped_matmul_blocks import GroupedProduct
-from coremesh.kernels.grouped_matmul_call import Call, check
-from coremesh.kernels.grouped_matmul_launch import (
+from coremesh.kernels._grouped import body as grouped_matmul_body
+from coremesh.kernels._grouped.blocks import GroupedProduct
+from coremesh.kernels._grouped.call import Call, check
+from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
   lane_block,
   rows_in_blocks,
   zeros,
 )
-from coremesh.kernels.grouped_weight_gradient import grouped_weight_gradient
-from coremesh.kernels.matmul_blocks import Blocks
-from coremesh.kernels.matmul_call import (
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.call import (
   Epilogue,
   as_weights,
   default_out_dtype,
   sum_dtype,
 )
+from coremesh.kernels.blocks import tile_rows
+from coremesh.kernels.grouped_weight_gradient import grouped_weight_gradient
 from coremesh.spec import Case, KernelSpec
 
 _SEARCHED = (

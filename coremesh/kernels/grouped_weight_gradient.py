@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, errors, place
-from coremesh.kernels import grouped_weight_gradient_body
-from coremesh.kernels.blocks import LANES, tile_rows
-from coremesh.kernels.grouped_matmul_blocks import GroupedProduct
-from coremesh.kernels.grouped_matmul_call import check_gradient
-from coremesh.kernels.grouped_matmul_launch import (
+from coremesh.kernels._grouped import gradient_body
+from coremesh.kernels._grouped.blocks import GroupedProduct
+from coremesh.kernels._grouped.call import check_gradient
+from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
   lane_block,
   rows_in_blocks,
   zeros,
 )
-from coremesh.kernels.matmul_blocks import Blocks
-from coremesh.kernels.matmul_call import default_out_dtype, sum_dtype
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.call import default_out_dtype, sum_dtype
+from coremesh.kernels.blocks import LANES, tile_rows
 from coremesh.spec import Case, KernelSpec
 
 _SEARCHED = (
@@ -98,7 +98,7 @@ def grouped_weight_gradient(
       f"rows of Blocks must be a multiple of {LANES} for a gradient of weights,"
       f" or at least all {x.shape[1]}; got {blocks.rows}."
     )
-  plan = grouped_weight_gradient_body.Plan(
+  plan = gradient_body.Plan(
     rows=rows_in_blocks(problem, blocks.inner),
     inner=lane_block(x.shape[1], blocks.rows),
     columns=lane_block(d.shape[1], blocks.columns),
@@ -107,7 +107,7 @@ def grouped_weight_gradient(
     precision=precision,
   )
   total = pltpu.VMEM((plan.inner, plan.columns), sum_dtype(x.dtype))
-  body = functools.partial(grouped_weight_gradient_body.gradient, plan)
+  body = functools.partial(gradient_body.gradient, plan)
   scratch = [*plan.rows.scratch, total]
   return kernel(
     body,

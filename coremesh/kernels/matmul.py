@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
-from coremesh.kernels import matmul_launch
-from coremesh.kernels.matmul_blocks import Blocks
-from coremesh.kernels.matmul_call import (
+from coremesh.kernels._matmul import launch
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.call import (
   Call,
   Epilogue,
   as_weights,
@@ -221,9 +221,7 @@ def _no_gradient(array: jax.Array) -> np.ndarray:
 
 def _in_one_launch(call: Call, *arrays: jax.Array) -> jax.Array:
   """The product, which under jax.vmap is one launch for all elements."""
-  run = jax.custom_batching.custom_vmap(
-    functools.partial(matmul_launch.run, call)
-  )
+  run = jax.custom_batching.custom_vmap(functools.partial(launch.run, call))
 
   @run.def_vmap
   def batched(size, is_batched, *arrays):

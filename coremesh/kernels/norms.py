@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, spec
-from coremesh.kernels import checks, costs, rows
-from coremesh.kernels.row_operations import RowOperation, Sweep, sum_sweep
+from coremesh.kernels import checks, costs
+from coremesh.kernels._rows import rows as rows
+from coremesh.kernels._rows.operations import RowOperation, Sweep, sum_sweep
 
 
 def layer_norm(

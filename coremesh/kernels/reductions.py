@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
-from coremesh.kernels import checks, costs, folds, passes
+from coremesh.kernels import checks, costs
+from coremesh.kernels._rows import folds as folds
+from coremesh.kernels._rows import passes as passes
 
 _INTEGERS = (jnp.int8, jnp.int16, jnp.int32)
 _DTYPES = (*checks.FLOATS, *_INTEGERS)

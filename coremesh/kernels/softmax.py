@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from coremesh import _compat
-from coremesh.kernels import checks, costs, rows
-from coremesh.kernels.row_operations import (
+from coremesh.kernels import checks, costs
+from coremesh.kernels._rows import rows as rows
+from coremesh.kernels._rows.operations import (
   Chunk,
   RowOperation,
   Sweep,

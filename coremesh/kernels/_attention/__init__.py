@@ -1,0 +1,1 @@
+"""What `kernels.attention` is made of."""

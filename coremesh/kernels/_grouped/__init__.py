@@ -1,0 +1,1 @@
+"""What the grouped products of `kernels` are made of."""

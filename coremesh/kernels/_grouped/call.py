@@ -1,0 +1,135 @@
+"""What a grouped matrix product is asked for, and whether it can be."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax.core import Tracer
+import jax.numpy as jnp
+import numpy as np
+
+from coremesh import errors
+from coremesh.kernels import checks
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.call import DTYPES, Epilogue
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+  """The static arguments of a call."""
+
+  epilogue: Epilogue | None = None
+  out_dtype: Any = None
+  transpose_w: bool = False
+  precision: Any = None
+  blocks: Blocks | None = None
+  num_weights: int = 1
+
+  def columns(self, w: Any) -> int:
+    """N."""
+    return w.shape[1 if self.transpose_w else 2]
+
+
+def check(call: Call, x, weights: Sequence[Any], group_sizes) -> None:
+  """Checks that the arrays of a grouped product fit each other.
+
+  Raises:
+    ShapeError, DTypeError: they do not; see `kernels.grouped_matmul`.
+  """
+  if not weights:
+    raise errors.ShapeError(
+      "w of grouped_matmul must be at least one array; got none."
+    )
+  check_matrix("x", x, "[rows, K]")
+  shape = "[groups, N, K]" if call.transpose_w else "[groups, K, N]"
+  for i, w in enumerate(weights):
+    label = f"w[{i}]" if len(weights) > 1 else "w"
+    if w.ndim != 3:
+      raise errors.ShapeError(
+        f"{label} must be {shape}; got shape {w.shape}. Add an axis of size 1"
+        " to the weights of a single group: w[None]."
+      )
+    if w.shape != weights[0].shape:
+      raise errors.ShapeError(
+        f"All of w must have one shape; got {weights[0].shape} and {w.shape}."
+      )
+    check_same_dtype(label, w, x)
+  if len(weights) > 1 and call.epilogue is None:
+    raise errors.ShapeError(
+      f"{len(weights)} arrays in w make as many products: give an epilogue that"
+      " makes one block of them, such as lambda a, b: jax.nn.silu(a) * b."
+    )
+  inner = weights[0].shape[2 if call.transpose_w else 1]
+  if x.shape[1] != inner:
+    raise errors.ShapeError(
+      f"x of shape {x.shape} and w of shape {weights[0].shape} differ along K:"
+      f" {x.shape[1]} and {inner} (transpose_w={call.transpose_w})."
+    )
+  check_sizes(group_sizes, rows=x.shape[0], num_groups=weights[0].shape[0])
+
+
+def check_matrix(label: str, array: Any, shape: str) -> None:
+  """Checks an operand that lies in rows.
+
+  Raises:
+    ShapeError, DTypeError: it has not two axes, or its dtype has no product.
+  """
+  if array.ndim != 2:
+    raise errors.ShapeError(
+      f"{label} must be {shape}; got shape {array.shape}. Join its leading axes"
+      " to rows that lie group after group."
+    )
+  checks.dtype_is_one_of(label, array, DTYPES)
+
+
+def check_same_dtype(label: str, array: Any, x: Any) -> None:
+  """Raises DTypeError if an operand is of another dtype than x."""
+  if array.dtype != x.dtype:
+    raise errors.DTypeError(
+      f"x and {label} must be of one dtype; got {x.dtype} and {array.dtype}."
+      f" Convert one: {label}.astype(x.dtype)."
+    )
+
+
+def check_sizes(
+  group_sizes: jax.Array, *, rows: int, num_groups: int | None = None
+) -> None:
+  """Checks the sizes of groups, their values too where these are known.
+
+  Raises:
+    ShapeError, DTypeError: they are not int32[num_groups], or do not fit.
+  """
+  shape = tuple(group_sizes.shape)
+  if len(shape) != 1 or num_groups not in (None, *shape):
+    wanted = "[groups]" if num_groups is None else f"[{num_groups}]"
+    raise errors.ShapeError(
+      f"group_sizes must have shape {wanted}, a size for each group; got shape"
+      f" {shape}."
+    )
+  checks.dtype_is_one_of("group_sizes", group_sizes, (jnp.int32,))
+  if isinstance(group_sizes, Tracer) or not group_sizes.is_fully_addressable:
+    return
+  sizes = np.asarray(group_sizes, np.int64)
+  if (sizes < 0).any() or sizes.sum() > rows:
+    raise errors.ShapeError(
+      "group_sizes must be at least 0 and sum to no more than the"
+      f" {rows} rows; got a least size of {sizes.min()} and a sum of"
+      f" {sizes.sum()}."
+    )
+
+
+def check_gradient(x, d, group_sizes) -> None:
+  """Checks that the arrays of a gradient of grouped weights fit each other.
+
+  Raises:
+    ShapeError, DTypeError: they do not; see `kernels.grouped_weight_gradient`.
+  """
+  check_matrix("x", x, "[rows, K]")
+  check_matrix("d", d, "[rows, N]")
+  check_same_dtype("d", d, x)
+  if x.shape[0] != d.shape[0]:
+    raise errors.ShapeError(
+      f"x and d must have the same rows; got {x.shape[0]} and {d.shape[0]}."
+    )
+  check_sizes(group_sizes, rows=x.shape[0])

@@ -1,0 +1,1 @@
+"""What `kernels.matmul` is made of."""

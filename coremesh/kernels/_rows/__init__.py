@@ -1,0 +1,1 @@
+"""What kernels of rows and of sums along axes are made of."""
