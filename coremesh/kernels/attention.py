@@ -269,6 +269,7 @@ SPEC = KernelSpec(
   function=attention,
   reference=attention_reference,
   cases={
+    "4x200 of 300": _case(1, 4, 200, 64, kv_len=300, is_causal=True),
     "16x16384": _case(1, 16, 16384, 128),
     "16x16384 causal": _case(1, 16, 16384, 128, is_causal=True),
     "4x16x4096 causal": _case(4, 16, 4096, 128, is_causal=True),
@@ -280,7 +281,6 @@ SPEC = KernelSpec(
     "32x4096 d 64": _case(1, 32, 4096, 64, is_causal=True),
     "8x4096 d 256": _case(1, 8, 4096, 256, is_causal=True),
     "8x32/8x1 of 8192": _case(8, 32, 1, 128, kv_heads=8, kv_len=8192),
-    "4x200 of 300": _case(1, 4, 200, 64, kv_len=300, is_causal=True),
   },
   search_space={"blocks": _SEARCHED},
   num_flops=_num_flops,
@@ -292,8 +292,9 @@ SEGMENTS = dataclasses.replace(
   function=_with_segments,
   reference=_with_segments_reference,
   cases={
+    "4x200 causal": _case(1, 4, 200, 64, with_segments=True, is_causal=True),
     "16x4096 causal": _case(
       1, 16, 4096, 128, with_segments=True, is_causal=True
-    )
+    ),
   },
 )
