@@ -487,6 +487,9 @@ def test_no_rows_or_no_keys(sizes):
   rows=st.sampled_from([128, 256]),
   keys=st.sampled_from([128, 256]),
 )
+# One score short of a full block.
+@hypothesis.example(first=None, last=254, rows=128, keys=128)
+@hypothesis.example(first=-254, last=None, rows=128, keys=128)
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_strips_hold_all_that_counts(first, last, rows, keys):
   band = masks.Band(first=first, last=last, num_rows=512, num_keys=512)
