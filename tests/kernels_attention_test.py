@@ -134,8 +134,8 @@ def _poisoned(k, v, options):
 
 _IDS = np.random.default_rng(7)
 _SEGMENTS = dict(
-  segment_ids=_IDS.integers(-1, 3, (2, 140)).astype(np.int32),
-  kv_segment_ids=_IDS.integers(-1, 3, (2, 300)).astype(np.int32),
+  segment_ids=_IDS.integers(-3, 3, (2, 140)).astype(np.int32),
+  kv_segment_ids=_IDS.integers(-3, 3, (2, 300)).astype(np.int32),
 )
 # By name: leading axes and sizes, and options.
 _OPTIONS: dict[str, tuple[tuple[int, ...], dict, dict]] = {
