@@ -48,7 +48,7 @@ class CompileError(CoreMeshError, RuntimeError):
     advice: what to change.
     source: the user's line, "file:line (function)"; None if the compiler
       names none.
-    original: what the compiler said.
+    original: what the compiler said; "" if it said nothing.
   """
 
   def __init__(
@@ -65,7 +65,8 @@ class CompileError(CoreMeshError, RuntimeError):
 
   def __str__(self) -> str:
     place = f"\n  at {self.source}" if self.source else ""
-    return f"{self.rule} {self.advice}{place}\nThe compiler: {self.original}"
+    said = f"The compiler: {self.original}" if self.original else ""
+    return "\n".join(filter(None, (f"{self.rule} {self.advice}{place}", said)))
 
 
 def _compile_error(rule, advice, source, original) -> CompileError:

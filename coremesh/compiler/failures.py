@@ -122,8 +122,9 @@ def of_silence(
       "It was ended. Give it more, or make the program smaller: long unrolled"
       " loops and large vectors outside a grid take it longest."
     )
-    held = "\n".join(map(str, ledgers))
-    original += f"\nWhat the kernels hold, as predicted:\n{held}"
+    if ledgers:
+      held = "\n".join(map(str, ledgers))
+      advice += f"\nWhat the kernels hold, as predicted:\n{held}"
   elif unknown:
     rule = f"libtpu has no flag {unknown[1]!r}."
     advice = f"Leave it out; flags were {' '.join(flags) or 'none'}."

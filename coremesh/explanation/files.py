@@ -56,5 +56,5 @@ def draw(found: Findings) -> dict[str, bytes]:
       made[f"utilisation-{name}.png"] = utilisation.draw(operation, activities)
       made[f"timeline-{name}.png"] = timeline.draw(operation, activities)
     if lines := found.hot_lines.get(operation.name):
-      made[f"lines-{name}.png"] = hot_lines.draw(operation.name, lines)
+      made[f"lines-{name}.png"] = hot_lines.draw(operation.label, lines)
   return {name: style.png(figure) for name, figure in made.items()}

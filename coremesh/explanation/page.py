@@ -175,7 +175,7 @@ def _operations(found: Findings) -> Table:
   for o in found.prediction.operations:
     roofline = found.rooflines.get(o.name)
     made.add_row(
-      f"{o.name} ({'kernel' if o.kernel else 'XLA'})"
+      f"{o.label} ({'kernel' if o.kernel else 'XLA'})"
       f"{f' x {o.times}' if o.times != 1 else ''}"
       f"{', assumed' if o.is_assumed else ''}",
       words.estimate(o.microseconds),
@@ -203,7 +203,7 @@ def _kernel(
 
 def _cores(operation: OperationPrediction) -> Table:
   made = table(
-    f"{operation.name}: each core",
+    f"{operation.label}: each core",
     *("core", "cycles", "µs", "waiting", "read", "written"),
   )
   for group in alike.predictions(operation.cores)[:_MOST_GROUPS]:
@@ -230,7 +230,7 @@ def _life(
   slowest = max(range(len(groups)), key=lambda i: groups[i][0].cycles)
   end_us = edges[-1] * cycle_us(operation)
   made = table(
-    f"{operation.name}: what is busy when",
+    f"{operation.label}: what is busy when",
     *("", f"core {alike.name(groups[slowest])}, 0 to {words.short(end_us)} µs"),
     *(f"core {alike.name(group)}" for group in groups),
     left=2,
@@ -305,7 +305,7 @@ def _roofline(found: Roofline) -> Table:
 
 def _lines(operation: OperationPrediction, lines: Sequence[HotLine]) -> Table:
   made = table(
-    f"{operation.name}: hottest lines, on its slowest core",
+    f"{operation.label}: hottest lines, on its slowest core",
     *("line", "bundles", "share", "waiting", "busy with"),
     left=2,
   )
