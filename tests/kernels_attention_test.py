@@ -145,7 +145,11 @@ _OPTIONS: dict[str, tuple[tuple[int, ...], dict, dict]] = {
     dict(q_len=300, kv_len=140),
     dict(is_causal=True),
   ),
-  "causal window": ((), dict(q_len=300), dict(window=(9, 0), is_causal=True)),
+  "causal window": (
+    (),
+    dict(q_len=300, heads=(4, 2)),
+    dict(window=(9, 0), is_causal=True),
+  ),
   "scale and cap": ((), {}, dict(scale=-1.5, soft_cap=2.0)),
   "segments": ((2,), {}, dict(_SEGMENTS, window=(70, 30))),
   "segments and lengths": (
