@@ -4,16 +4,16 @@ import functools
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import launch, place
+from coremesh import place
 from coremesh.kernels import batching
 from coremesh.kernels._attention import (
   backward_bias,
   backward_blocks,
   backward_body,
+  launches,
 )
 from coremesh.kernels._attention.backward_blocks import BackwardBlocks
 from coremesh.kernels._attention.backward_plan import Plan
@@ -92,7 +92,7 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
       share=share,
       num_cores=chip.tensor_cores_per_device,
     )
-    dq, dk, dv, *row_values = _kernel(plan, chip)(*joint)
+    dq, dk, dv, *row_values = _kernel(plan)(*joint)
     d_queries.append(dq)
     d_keys.append(_summed(dk, plan))
     d_values.append(_summed(dv, plan))
@@ -108,7 +108,7 @@ def _summed(d_keys: jax.Array, plan: Plan) -> jax.Array:
   return d_keys.astype(plan.problem.dtype)
 
 
-def _kernel(plan: Plan, chip) -> Any:
+def _kernel(plan: Plan) -> Any:
   problem = plan.problem
   num_keys = plan.held_keys.stop - plan.held_keys.start
   num_sums = plan.rounds.num_sums
@@ -130,14 +130,9 @@ def _kernel(plan: Plan, chip) -> Any:
     "dv": of_keys(problem.d_v),
     "row_values": jax.ShapeDtypeStruct((*heads, 2, problem.q_len), jnp.float32),
   }
-  return launch.kernel(
+  return launches.kernel(
     functools.partial(backward_body.body, plan),
-    mesh=chip.tensor_cores("core"),
     out=tuple(outs[name] for name in plan.out_names),
     scratch=list(plan.scratch().values()),
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
-    ),
-    num_links=0,
     name="attention_backward",
   )

@@ -20,10 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import launch, place
+from coremesh import place
 from coremesh.kernels import batching
 from coremesh.kernels._attention import backward_scores as scores
-from coremesh.kernels._attention import masks
+from coremesh.kernels._attention import launches, masks, scalars
 from coremesh.kernels._attention.call import (
   Call,
   Operands,
@@ -84,15 +84,10 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
   own_lead = lead if plan.shape[0] > 1 else bias.shape[:-3]
   lost = [i for i, n in enumerate(own_lead) if bias.shape[i] != n]
   dtype = jnp.float32 if lost else bias.dtype
-  kernel = launch.kernel(
+  kernel = launches.kernel(
     functools.partial(_body, plan),
-    mesh=chip.tensor_cores("core"),
     out=jax.ShapeDtypeStruct(plan.shape, dtype),
     scratch=[pltpu.VMEM(plan.block[::-1], jnp.float32)],
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
-    ),
-    num_links=0,
     name="attention_backward_bias",
   )
   lengths = [] if num_keys is None else [num_keys.reshape(-1)]
@@ -168,18 +163,11 @@ def _unraveled(index: Any, shape: tuple[int, ...]) -> list[Any]:
 
 def _body(plan: Plan, *refs: Any) -> None:
   *inputs, out, total = refs
-  if len(inputs) == len(plan.names):
-    _pipeline(plan, inputs, out, total, None)
-    return
-
-  def with_lengths(num_keys_smem):
-    pltpu.sync_copy(inputs[-1], num_keys_smem)
-    _pipeline(plan, inputs[:-1], out, total, num_keys_smem)
-
-  pl.run_scoped(with_lengths, pltpu.SMEM(inputs[-1].shape, jnp.int32))
+  run = functools.partial(_pipeline, plan, out, total)
+  scalars.with_num_keys(plan.problem, inputs, run)
 
 
-def _pipeline(plan: Plan, inputs, out, total_vmem, num_keys_smem) -> None:
+def _pipeline(plan: Plan, out, total_vmem, inputs, num_keys_smem) -> None:
   core = jax.lax.axis_index("core")
   num_blocks, num_items = math.prod(plan.own), math.prod(plan.summed)
   mine = jax.lax.div(
@@ -195,10 +183,7 @@ def _pipeline(plan: Plan, inputs, out, total_vmem, num_keys_smem) -> None:
   def step(*refs):
     item = pl.program_id(1)
     place_ = at(pl.program_id(0), item)
-    num_keys = None
-    if num_keys_smem is not None:
-      index = 0 if num_keys_smem.shape == (1,) else place_[0]
-      num_keys = jnp.clip(num_keys_smem[index], 0, plan.problem.kv_len)
+    num_keys = scalars.num_keys_of(plan.problem, num_keys_smem, place_[0])
     blocks = dict(zip((*plan.names, "out"), refs, strict=True))
 
     @pl.when(item == 0)

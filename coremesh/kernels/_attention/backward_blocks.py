@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 
 from coremesh import chips
 from coremesh.kernels._attention.call import Problem
+from coremesh.tiles import LANES
 
-_LANES = 128
 # The rest of VMEM is for scores, which the compiler keeps there.
 _VMEM_SHARE = 0.8
 
@@ -42,7 +42,7 @@ class BackwardBlocks:
 def vmem_bytes(problem: Problem, blocks: BackwardBlocks) -> int:
   """VMEM a core holds: two blocks of each array, and the sums."""
   size = problem.dtype.itemsize
-  d_qk, d_v = (-(-d // _LANES) * _LANES for d in (problem.d_qk, problem.d_v))
+  d_qk, d_v = (-(-d // LANES) * LANES for d in (problem.d_qk, problem.d_v))
   by_row = 2 * size * (2 * d_qk + 2 * d_v) + 4 * d_qk
   by_key = 2 * size * (2 * d_qk + 2 * d_v) + 4 * (d_qk + d_v)
   total = blocks.held_rows * by_row + blocks.held_keys * by_key
@@ -53,7 +53,7 @@ def vmem_bytes(problem: Problem, blocks: BackwardBlocks) -> int:
 
 def choose(problem: Problem, chip: chips.Chip) -> BackwardBlocks:
   """As many keys held as fit, and then as many rows."""
-  is_wide = max(problem.d_qk, problem.d_v) > _LANES
+  is_wide = max(problem.d_qk, problem.d_v) > LANES
   most = 512 if is_wide or problem.call.window is not None else 1024
   rows = _block(problem.q_len, most)
   keys = _block(problem.kv_len, most)
@@ -81,5 +81,5 @@ def choose(problem: Problem, chip: chips.Chip) -> BackwardBlocks:
 
 def _block(size: int, most: int) -> int:
   """A power of two times 128: the least that holds `size`, at most `most`."""
-  tiles = pl.cdiv(size, _LANES)
-  return min(most, _LANES * 2 ** math.ceil(math.log2(tiles)))
+  tiles = pl.cdiv(size, LANES)
+  return min(most, LANES * 2 ** math.ceil(math.log2(tiles)))

@@ -9,20 +9,23 @@
 Reads q, k, v, out and d_out once, and writes dq, dk and dv once.
 """
 
+import functools
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
 
+from coremesh.kernels._attention import scalars
 from coremesh.kernels._attention.backward_plan import Plan
 from coremesh.kernels._attention.backward_step import Step
 
 # The axes of rows and of keys of the arrays that have them.
-_ROWS = {"q": 2, "out": 2, "d_out": 2, "dq": 2, "lse": 3, "d_lse": 3}
+_ROWS = {
+  **{"q": 2, "out": 2, "d_out": 2, "dq": 2, "bias": 2},
+  **{"lse": 3, "d_lse": 3, "row_values": 3, "row_segments": 3},
+}
 _KEYS = {"k": 2, "v": 2, "dk": 2, "dv": 2, "key_segments": 3, "bias": 3}
-_ROWS |= {"row_values": 3, "row_segments": 3, "bias": 2}
 _OF_KEYS = ("k", "v", "dk", "dv")
 
 
@@ -30,28 +33,18 @@ def body(plan: Plan, *refs: Any) -> None:
   """All rounds of a core."""
   count = 7 + len(plan.problem.operands)
   inputs, outs, scratch = refs[:count], refs[count:-4], refs[-4:]
-  if "num_keys" not in plan.problem.operands:
-    _pipeline(plan, inputs, outs, scratch, None)
-    return
-
-  def with_lengths(num_keys_smem):
-    pltpu.sync_copy(inputs[-1], num_keys_smem)
-    _pipeline(plan, inputs[:-1], outs, scratch, num_keys_smem)
-
-  pl.run_scoped(with_lengths, pltpu.SMEM(inputs[-1].shape, jnp.int32))
+  run = functools.partial(_pipeline, plan, outs, scratch)
+  scalars.with_num_keys(plan.problem, inputs, run)
 
 
-def _pipeline(plan: Plan, inputs, outs, scratch, num_keys_smem) -> None:
+def _pipeline(plan: Plan, outs, scratch, inputs, num_keys_smem) -> None:
   core = jax.lax.axis_index("core")
   rounds = plan.rounds
   grid = rounds.num_heads(core), rounds.num_items(core)
 
   def step(*refs):
     unit = rounds.unit(core, pl.program_id(0), pl.program_id(1))
-    num_keys = None
-    if num_keys_smem is not None:
-      index = 0 if num_keys_smem.shape == (1,) else unit.batch
-      num_keys = jnp.clip(num_keys_smem[index], 0, plan.problem.kv_len)
+    num_keys = scalars.num_keys_of(plan.problem, num_keys_smem, unit.batch)
     item = pl.program_id(1)
     Step(
       plan=plan,

@@ -4,7 +4,6 @@ Blocks hold keys along sublanes and rows along lanes, so that what is said of a
 row is a row of lanes that broadcasts for nothing.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +11,9 @@ import jax.numpy as jnp
 
 from coremesh.kernels._attention import masks
 from coremesh.kernels._attention.call import Call, Problem
+from coremesh.kernels._attention.tiles import INFINITY, LOG2_E
 from coremesh.kernels.blocks import iota
 
-_INFINITY = float("inf")
-_LOG2_E = math.log2(math.e)
 # Which axes `dot` sums over: one of the first matrix, one of the second.
 _AXES = {"mk,nk": (1, 1), "mk,kn": (1, 0), "km,kn": (0, 0)}
 
@@ -95,8 +93,8 @@ def row_values(
     The base-2 logarithm of a row's total, and what its `d_scores` are less by.
     Where no key counts, those that give weights and derivatives of 0.
   """
-  is_empty = lse == -_INFINITY
-  log_total = jnp.where(is_empty, _INFINITY, lse * _LOG2_E)
+  is_empty = lse == -INFINITY
+  log_total = jnp.where(is_empty, INFINITY, lse * LOG2_E)
   return log_total, jnp.where(is_empty, 0.0, products - d_lse)
 
 
@@ -160,13 +158,13 @@ def terms(
   products = dot("mk,nk", inputs.k, inputs.q)
   if call.soft_cap is None:
     slope = None
-    scores = products * (call.scale * _LOG2_E)
+    scores = products * (call.scale * LOG2_E)
   else:
     capped = jnp.tanh(products * (call.scale / call.soft_cap))
     slope = 1 - capped * capped
-    scores = capped * (call.soft_cap * _LOG2_E)
+    scores = capped * (call.soft_cap * LOG2_E)
   if bias is not None:
-    scores = scores + turned(bias.astype(jnp.float32)) * _LOG2_E
+    scores = scores + turned(bias.astype(jnp.float32)) * LOG2_E
   weights = jnp.exp2(scores - log_total)
   d_scores = weights * (dot("mk,nk", inputs.v, inputs.d_out) - less)
   d_products = d_scores if slope is None else d_scores * slope

@@ -17,9 +17,8 @@ import math
 from typing import Any, NamedTuple
 
 from coremesh.kernels._attention.masks import Band, Span
+from coremesh.tiles import LANES
 
-# Rows of scores lie along lanes, of which a register has this many.
-_LANES = 128
 _MOST_EDGES = 4
 
 
@@ -97,7 +96,7 @@ class Tiles:
         start = max(start, keys.start + distance - self.band.last)
       if self.band.first is not None:
         stop = min(stop, keys.stop + distance - self.band.first)
-      return Span(start // _LANES * _LANES, -(-stop // _LANES) * _LANES)
+      return Span(start // LANES * LANES, -(-stop // LANES) * LANES)
 
     return self._strips(self.edge_part, rows_of)
 

@@ -11,12 +11,11 @@ only its part of the sum.
 import dataclasses
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
-import numpy as np
 
 from coremesh.kernels._attention.call import Problem
+from coremesh.kernels._attention.scalars import divided, place_in_deal
 from coremesh.kernels._attention.units import Unit
 
 
@@ -59,16 +58,16 @@ class Rounds:
     deals, rest = divmod(self._items, self.num_cores)
     if not rest:
       return deals
-    return deals + jnp.int32(self._place(core, jnp.int32(deals)) < rest)
+    return deals + jnp.int32(place_in_deal(core, deals, self.num_cores) < rest)
 
   def unit(self, core: Any, head: Any, item: Any) -> Unit:
     """The block at indices below those numbers."""
     if self.shares_heads:
-      item = item * self.num_cores + self._place(core, item)
+      item = item * self.num_cores + place_in_deal(core, item, self.num_cores)
     else:
       head = head * self.num_cores + core
-    batch, kv_head = _divmod(head, self.problem.kv_heads)
-    member, block = _divmod(item, self.blocks)
+    batch, kv_head = divided(head, self.problem.kv_heads)
+    member, block = divided(item, self.blocks)
     return Unit(
       batch=batch,
       head=kv_head * self.problem.group + member,
@@ -84,22 +83,9 @@ class Rounds:
   def _items(self) -> int:
     return self.problem.group * self.blocks
 
-  def _place(self, core: Any, deal: Any) -> Any:
-    """Where a core stands in a deal: every second goes back."""
-    goes_back = jax.lax.rem(deal, np.int32(2)) == 1
-    return jnp.where(goes_back, self.num_cores - 1 - core, core)
-
 
 def _count(total: int, num_cores: int, core: Any) -> Any:
   """How many of the things that go round come to a core."""
   if total % num_cores == 0:
     return total // num_cores
   return pl.cdiv(total, num_cores) - jnp.int32(core >= total % num_cores)
-
-
-def _divmod(index: Any, size: int) -> tuple[Any, Any]:
-  """Of a scalar that is not negative."""
-  if size == 1:
-    return index, 0
-  quotient = jax.lax.div(index, np.int32(size))
-  return quotient, index - quotient * np.int32(size)

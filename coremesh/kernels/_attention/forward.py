@@ -11,10 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import launch, place
+from coremesh import place
 from coremesh.kernels import batching
 from coremesh.kernels._attention import blocks as attention_blocks
-from coremesh.kernels._attention import masks
+from coremesh.kernels._attention import launches, masks, scalars
 from coremesh.kernels._attention import turns as attention_turns
 from coremesh.kernels._attention.blocks import Blocks
 from coremesh.kernels._attention.call import (
@@ -25,8 +25,9 @@ from coremesh.kernels._attention.call import (
   problem_of,
 )
 from coremesh.kernels._attention.masks import Span
+from coremesh.kernels._attention.scalars import quotient
 from coremesh.kernels._attention.tiles import Scratch, Tiles, scratch_types
-from coremesh.kernels._attention.turns import Turns, quotient
+from coremesh.kernels._attention.turns import Turns
 from coremesh.kernels._attention.units import Unit, Units
 
 
@@ -86,18 +87,13 @@ def _run(call, q, k, v, operands) -> list[jax.Array]:
     problem=problem, blocks=blocks, num_cores=chip.tensor_cores_per_device
   )
   heads = problem.batch, problem.heads
-  kernel = launch.kernel(
+  kernel = launches.kernel(
     functools.partial(_body, plan),
-    mesh=chip.tensor_cores("core"),
     out=(
       jax.ShapeDtypeStruct((*heads, problem.q_len, problem.d_v), q.dtype),
       jax.ShapeDtypeStruct((*heads, 1, problem.q_len), jnp.float32),
     ),
     scratch=scratch_types(problem, blocks)._asdict(),
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=chip.vmem_bytes_per_tensor_core * 9 // 10
-    ),
-    num_links=0,
     name="attention",
   )
   arrays = [joined(a, lead) for a in (q, k, v, *operands.given.values())]
@@ -206,20 +202,12 @@ def _body(plan: Plan, *refs: Any, **scratch: Any) -> None:
   """All units of a core."""
   count = 3 + len(plan.problem.operands)
   inputs, outs = refs[:count], refs[count:]
-  run = functools.partial(_pipeline, plan, Scratch(**scratch))
-  if "num_keys" not in plan.problem.operands:
-    run(inputs, outs, None)
-    return
-
-  def with_lengths(num_keys_smem):
-    pltpu.sync_copy(inputs[-1], num_keys_smem)
-    run(inputs[:-1], outs, num_keys_smem)
-
-  pl.run_scoped(with_lengths, pltpu.SMEM(inputs[-1].shape, jnp.int32))
+  run = functools.partial(_pipeline, plan, Scratch(**scratch), outs)
+  scalars.with_num_keys(plan.problem, inputs, run)
 
 
 def _pipeline(
-  plan: Plan, scratch: Scratch, inputs, outs, num_keys_smem
+  plan: Plan, scratch: Scratch, outs, inputs, num_keys_smem
 ) -> None:
   """Copies blocks in and out, for each unit and block of keys."""
   core = jax.lax.axis_index("core")
@@ -234,10 +222,7 @@ def _pipeline(
   )
 
   def num_keys_of(unit: Unit) -> Any:
-    if num_keys_smem is None:
-      return None
-    element = 0 if num_keys_smem.shape == (1,) else unit.batch
-    return jnp.clip(num_keys_smem[element], 0, plan.problem.kv_len)
+    return scalars.num_keys_of(plan.problem, num_keys_smem, unit.batch)
 
   def place_of(index: Any, step: Any) -> Place:
     unit = units.unit(core, index)

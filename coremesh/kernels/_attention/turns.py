@@ -6,13 +6,12 @@ All positions are in tiles of keys, from the start of the block in VMEM.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coremesh.kernels._attention import masks
 from coremesh.kernels._attention.blocks import Blocks
 from coremesh.kernels._attention.masks import Span
+from coremesh.kernels._attention.scalars import quotient
 from coremesh.kernels._attention.tiles import Tiles
 from coremesh.kernels.blocks import loop
 
@@ -148,13 +147,6 @@ def turns(
     num_clear=quotient(clear_stop - clear, size),
     has_masked=has_masked,
   )
-
-
-def quotient(a: Any, b: int) -> Any:
-  """a // b of an int or int32 scalar that is not negative."""
-  if isinstance(a, int) or b == 1:
-    return a // b if isinstance(a, int) else a
-  return jax.lax.div(a, np.int32(b))
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:

@@ -9,11 +9,10 @@ left when they no longer go round, units are dealt out to the cores and back,
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coremesh.kernels._attention.call import Problem
+from coremesh.kernels._attention.scalars import divided, place_in_deal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,40 +67,26 @@ class Units:
     deals, rest = divmod(self._num_dealt, self.num_cores)
     if not rest:
       return whole + deals
-    return whole + deals + jnp.int32(self._place(core, deals) < rest)
+    return (
+      whole
+      + deals
+      + jnp.int32(place_in_deal(core, deals, self.num_cores) < rest)
+    )
 
   def unit(self, core: Any, index: Any) -> Unit:
     """The unit that a core does at an index below its count."""
     per_head, cores = self._of_kv_head, self.num_cores
     whole = self._rounds * per_head
-    round_, item = _divmod(index, per_head)
+    round_, item = divided(index, per_head)
     pair = round_ * cores + core
     if self._num_dealt:
       deal = index - whole
-      dealt = deal * cores + self._place(core, deal)
-      its_head, its_item = _divmod(dealt, per_head)
+      dealt = deal * cores + place_in_deal(core, deal, self.num_cores)
+      its_head, its_item = divided(dealt, per_head)
       is_dealt = index >= whole
       pair = jnp.where(is_dealt, self._rounds * cores + its_head, pair)
       item = jnp.where(is_dealt, its_item, item)
-    batch, kv_head = _divmod(pair, self.problem.kv_heads)
-    member, block = _divmod(item, self.blocks)
+    batch, kv_head = divided(pair, self.problem.kv_heads)
+    member, block = divided(item, self.blocks)
     head = kv_head * self.problem.group + member
     return Unit(batch=batch, head=head, kv_head=kv_head, block=block)
-
-  def _place(self, core: Any, deal: Any) -> Any:
-    """Where a core stands in a deal: every second goes back."""
-    last = self.num_cores - 1
-    if isinstance(deal, int):
-      return last - core if deal % 2 else core
-    return jnp.where(deal % np.int32(2) == 1, last - core, core)
-
-
-def _divmod(a: Any, b: int) -> tuple[Any, Any]:
-  """Of a scalar that is not negative."""
-  if isinstance(a, int):
-    return divmod(a, b)
-  if b == 1:
-    return a, 0
-  # a // b would also round what is negative, in more instructions.
-  quotient = jax.lax.div(a, np.int32(b))
-  return quotient, a - quotient * np.int32(b)
