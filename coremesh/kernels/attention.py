@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
+from coremesh.kernels import costs
 from coremesh.kernels._attention import backward, forward, masks
 from coremesh.kernels._attention import call as attention_call
 from coremesh.kernels._attention.blocks import Blocks
@@ -224,8 +225,7 @@ def _num_flops(q, k, v, *_, **options) -> int:
 
 def _num_bytes(q, k, v, *more, **_) -> int:
   out = math.prod(q.shape[:-1]) * v.shape[-1] * q.dtype.itemsize
-  arrays = (q, k, v, *more)
-  return out + sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+  return out + costs.bytes_of(q, k, v, *more)
 
 
 def _case(

@@ -1,6 +1,7 @@
-"""What the specs of kernels that only move memory have in common."""
+"""What the specs of kernels have in common."""
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -34,8 +35,7 @@ def memory_bound_spec(
 
   def num_bytes(*args, **options) -> int:
     outs = jax.eval_shape(lambda *a: reference(*a, **options), *args)
-    leaves = jax.tree.leaves((args, outs))
-    return sum(a.size * a.dtype.itemsize for a in leaves)
+    return bytes_of(*jax.tree.leaves((args, outs)))
 
   return spec.KernelSpec(
     name=name,
@@ -46,6 +46,11 @@ def memory_bound_spec(
     num_flops=num_flops,
     num_bytes=num_bytes,
   )
+
+
+def bytes_of(*arrays: Any) -> int:
+  """Bytes of arrays, or of their types."""
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
 
 def case(

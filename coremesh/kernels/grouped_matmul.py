@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, place
+from coremesh.kernels import costs
 from coremesh.kernels._grouped import body as grouped_matmul_body
 from coremesh.kernels._grouped.blocks import GroupedProduct
-from coremesh.kernels._grouped.call import Call, check
+from coremesh.kernels._grouped.call import Call, check, even_case
 from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
@@ -260,19 +261,12 @@ def _num_bytes(x, w, group_sizes, **options) -> int:
   weights = as_weights(w)
   call = Call(transpose_w=options.get("transpose_w", False))
   dtype = jnp.dtype(options.get("out_dtype") or default_out_dtype(x))
-  arrays = (x, *weights, group_sizes)
-  inputs = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+  inputs = costs.bytes_of(x, *weights, group_sizes)
   return inputs + x.shape[0] * call.columns(weights[0]) * dtype.itemsize
 
 
 def _case(m: int, n: int, k: int, groups: int) -> Case:
-  """Groups as even as can be: their sizes steer the kernel."""
-  x, w = (
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    for shape in ((m, k), (groups, k, n))
-  )
-  sizes = np.diff(np.arange(groups + 1) * m // groups).astype(np.int32)
-  return Case(args=(x, w, sizes))
+  return even_case((m, k), (groups, k, n), num_groups=groups)
 
 
 SPEC = KernelSpec(

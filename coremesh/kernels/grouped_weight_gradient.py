@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
 from coremesh import _compat, errors, place
+from coremesh.kernels import costs
 from coremesh.kernels._grouped import gradient_body
 from coremesh.kernels._grouped.blocks import GroupedProduct
-from coremesh.kernels._grouped.call import check_gradient
+from coremesh.kernels._grouped.call import check_gradient, even_case
 from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
@@ -153,19 +153,12 @@ def _num_flops(x, d, group_sizes, **_) -> int:
 
 def _num_bytes(x, d, group_sizes, **options) -> int:
   dtype = jnp.dtype(options.get("out_dtype") or default_out_dtype(x))
-  arrays = (x, d, group_sizes)
-  inputs = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
   cells = group_sizes.shape[0] * x.shape[1] * d.shape[1]
-  return inputs + cells * dtype.itemsize
+  return costs.bytes_of(x, d, group_sizes) + cells * dtype.itemsize
 
 
 def _case(m: int, n: int, k: int, groups: int) -> Case:
-  """Groups as even as can be: their sizes steer the kernel."""
-  x, d = (
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (m, n))
-  )
-  sizes = np.diff(np.arange(groups + 1) * m // groups).astype(np.int32)
-  return Case(args=(x, d, sizes))
+  return even_case((m, k), (m, n), num_groups=groups)
 
 
 SPEC = KernelSpec(

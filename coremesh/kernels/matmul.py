@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
+from coremesh.kernels import costs
 from coremesh.kernels._matmul import launch
 from coremesh.kernels._matmul.blocks import Blocks
 from coremesh.kernels._matmul.call import (
@@ -281,11 +282,10 @@ def _num_flops(*args, **options) -> int:
 
 
 def _num_bytes(*args, **options) -> int:
-  x, *rest = jax.tree.leaves(args)
+  arrays = jax.tree.leaves(args)
   _, batch, m, n, _ = _sizes(*args, **options)
-  dtype = options.get("out_dtype") or default_out_dtype(x)
-  inputs = sum(math.prod(a.shape) * a.dtype.itemsize for a in (x, *rest))
-  return inputs + batch * m * n * jnp.dtype(dtype).itemsize
+  dtype = options.get("out_dtype") or default_out_dtype(arrays[0])
+  return costs.bytes_of(*arrays) + batch * m * n * jnp.dtype(dtype).itemsize
 
 
 def _case(m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> Case:

@@ -7,12 +7,12 @@ import math
 
 from coremesh import chips
 from coremesh.kernels._grouped.visits import LARGE_PIECES
-from coremesh.kernels._matmul.blocks import Blocks, chip_clock_hz
+from coremesh.kernels._matmul.blocks import VMEM_SHARE, Blocks, chip_clock_hz
 
-# As in `_matmul.blocks`.
+# Of a copy: as long for all blocks, so that it decides nothing between them.
 _LATENCY_SECONDS = 0.4e-6
+# Cycles between two steps in which no product starts.
 _STEP_CYCLES = 350
-_VMEM_SHARE = 0.8
 # What of the shorter of products and copies the longer does not hide, as steps
 # differ: a guess, that tells apart blocks of which the longer is the same.
 _UNHIDDEN = 0.02
@@ -73,18 +73,9 @@ def vmem_bytes(product: GroupedProduct, blocks: Blocks) -> int:
   return 2 * (inputs * p.in_bytes + block * p.out_bytes) + sums
 
 
-def vmem_limit_bytes(
-  product: GroupedProduct, blocks: Blocks, chip: chips.Chip
-) -> int:
-  """The limit to ask of the compiler: what is needed, and what it spills."""
-  most = chip.vmem_bytes_per_tensor_core
-  needed = vmem_bytes(product, blocks) + most // 5
-  return min(most, max(needed, most // 4))
-
-
 def choose(product: GroupedProduct, chip: chips.Chip) -> Blocks:
   """The blocks that take least time by `seconds` and fit VMEM."""
-  budget = _VMEM_SHARE * chip.vmem_bytes_per_tensor_core
+  budget = VMEM_SHARE * chip.vmem_bytes_per_tensor_core
   fitting = [
     b
     for b in _candidates(product)

@@ -11,7 +11,7 @@ from coremesh import _compat, errors, launch, place, tiles
 from coremesh.kernels._grouped import blocks as grouped_matmul_blocks
 from coremesh.kernels._grouped.blocks import GroupedProduct
 from coremesh.kernels._grouped.visits import Rows
-from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.blocks import Blocks, vmem_limit_bytes
 
 
 def blocks_of(problem: GroupedProduct, given: Blocks | None) -> Blocks:
@@ -76,13 +76,15 @@ def kernel(
 ) -> launch.Kernel:
   """A kernel on all TensorCores with the VMEM that the blocks need."""
   chip = place.current_chip()
-  limit = grouped_matmul_blocks.vmem_limit_bytes(problem, blocks, chip)
+  needed = grouped_matmul_blocks.vmem_bytes(problem, blocks)
   return launch.kernel(
     body,
     mesh=chip.tensor_cores("core"),
     out=out,
     scratch=scratch,
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
+    compiler_params=pltpu.CompilerParams(
+      vmem_limit_bytes=vmem_limit_bytes(needed, chip)
+    ),
     num_links=0,
     name=name,
   )

@@ -20,7 +20,7 @@ _PART_CYCLES = 225
 # Cycles between two steps in which nothing is multiplied.
 _STEP_CYCLES = 60
 # The rest of VMEM is for what the compiler spills.
-_VMEM_SHARE = 0.8
+VMEM_SHARE = 0.8
 _SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -123,11 +123,10 @@ def vmem_bytes(product: Product, blocks: Blocks) -> int:
   return 2 * (inputs * p.in_bytes + outputs * block) + sums
 
 
-def vmem_limit_bytes(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
+def vmem_limit_bytes(needed_bytes: int, chip: chips.Chip) -> int:
   """The limit to ask of the compiler: what is needed, and what it spills."""
   most = chip.vmem_bytes_per_tensor_core
-  needed = vmem_bytes(product, blocks) + most // 5
-  return min(most, max(needed, most // 4))
+  return min(most, max(needed_bytes + most // 5, most // 4))
 
 
 def choose(product: Product, chip: chips.Chip) -> Blocks:
@@ -176,7 +175,7 @@ def fits(product: Product, blocks: Blocks, chip: chips.Chip) -> bool:
   """Whether VMEM holds blocks, and tiles allow their rows."""
   if blocks.rows < product.rows and blocks.rows % product.row_tile:
     return False
-  budget = _VMEM_SHARE * chip.vmem_bytes_per_tensor_core
+  budget = VMEM_SHARE * chip.vmem_bytes_per_tensor_core
   return vmem_bytes(product, blocks) <= budget
 
 
