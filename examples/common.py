@@ -78,6 +78,35 @@ def first_device(chip: cm.Chip, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   return _arranged(chip, ("device",), (1,), mesh.devices.ravel()[:1])
 
 
+def check_on_grid(
+  chip: cm.Chip,
+  build: Build,
+  arrays: Sequence[np.ndarray],
+  want: np.ndarray,
+  *,
+  most: float,
+) -> None:
+  """Runs an example on all devices and on one, and prints how it differs.
+
+  Args:
+    chip: whose devices.
+    build: makes the example's function for them.
+    arrays: its arguments.
+    want: the right result, in float64.
+    most: relative Frobenius error, and difference to one device.
+  """
+  mesh = chip.device_mesh("device")
+  meshes = mesh, first_device(chip, mesh)
+  y, alone = (np.asarray(build(chip, m)(*arrays)) for m in meshes)
+  norm = np.linalg.norm(want)
+  error, difference = (np.linalg.norm(y - a) / norm for a in (want, alone))
+  assert max(error, difference) < most, (error, difference)
+  print(
+    f"{ran_on(mesh)} on {chip.name}: relative Frobenius error {error:.1e};"
+    f" {difference:.1e} from one device."
+  )
+
+
 def _arranged(chip, axis_names, shape, devices) -> jax.sharding.Mesh:
   place = "tpu" if devices.flat[0].platform == "tpu" else "simulator"
   return chip.device_mesh(axis_names, shape, on=place, devices=devices)

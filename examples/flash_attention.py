@@ -63,21 +63,10 @@ def expected(*arrays: np.ndarray) -> np.ndarray:
 
 def main(config: Any) -> None:
   chip = common.chip()
-  mesh = chip.device_mesh("device")
   _, arrays = case(chip, config)
 
-  y = np.asarray(build(chip, mesh)(*arrays))
-  one_device = common.first_device(chip, mesh)
-  alone = np.asarray(build(chip, one_device)(*arrays))
-  want = expected(*arrays)
-  norm = np.linalg.norm(want)
-  error, difference = (np.linalg.norm(y - a) / norm for a in (want, alone))
   # Sums of float32 products: a few roundings of 24 bits each.
-  assert max(error, difference) < 1e-5, (error, difference)
-  print(
-    f"{common.ran_on(mesh)} on {chip.name}: relative Frobenius error"
-    f" {error:.1e}; {difference:.1e} from one device."
-  )
+  common.check_on_grid(chip, build, arrays, expected(*arrays), most=1e-5)
   common.compile_if_asked(build, *arrays)
   if common.is_compiling():
     shape = tuple(config[f"predicted_{n}"] for n in _AXES)
