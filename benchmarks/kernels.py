@@ -15,13 +15,13 @@ To run:
 """
 
 from collections.abc import Callable, Sequence
+import functools
 import json
 import pathlib
 from typing import Any
 
 from absl import app, flags
 import jax
-from jax.sharding import PartitionSpec as P
 import matplotlib.pyplot as plt
 from rich import box
 from rich.console import Console
@@ -45,16 +45,9 @@ _WIDTH = 140
 
 def _predicted(chip: cm.Chip, work: Work, fn: Callable[..., Any]) -> Any:
   """The prediction, or in words why there is none."""
-  mesh = chip.device_mesh("device", on="compiler")
-
-  def call(*args):
-    return fn(*args, **work.options)
-
-  mapped = jax.shard_map(
-    call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-  )
+  call = jax.jit(functools.partial(fn, **work.options))
   try:
-    return cm.predict(jax.jit(mapped), *work.args)
+    return cm.predict(call, *work.args, chip=chip)
   except Exception as error:  # Of others' kernels too: it is shown.
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 

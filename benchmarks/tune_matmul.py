@@ -11,11 +11,11 @@ To run:
 """
 
 from collections.abc import Iterator, Sequence
+import functools
 import pathlib
 
 from absl import app, flags
 import jax
-from jax.sharding import PartitionSpec as P
 
 import coremesh as cm
 from coremesh import spec
@@ -47,17 +47,10 @@ def trials(
   chip: cm.Chip, product: Product, case: spec.Case
 ) -> Iterator[tuple[float, Blocks]]:
   """Predicted microseconds of each candidate, and the candidate."""
-  mesh = chip.device_mesh("device", on="compiler")
   for blocks in candidates(product, chip, _TRIALS.value):
-
-    def call(x, w, blocks=blocks):
-      return SPEC.function(x, w, blocks=blocks, **case.options)
-
-    mapped = jax.shard_map(
-      call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
+    call = functools.partial(SPEC.function, blocks=blocks, **case.options)
     try:
-      time = cm.predict(jax.jit(mapped), *case.args).microseconds
+      time = cm.predict(jax.jit(call), *case.args, chip=chip).microseconds
     except cm.CoreMeshError as error:
       print(f"  {blocks}: {str(error).splitlines()[0]}", flush=True)
       continue

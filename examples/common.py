@@ -6,7 +6,6 @@ from typing import Any
 
 from absl import app, flags
 import jax
-from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 import numpy as np
 
@@ -135,17 +134,10 @@ def print_times(
   **options: Any,
 ) -> None:
   """Prints how long functions would take on one device of a chip."""
-  mesh = chip.device_mesh("device", on="compiler")
   shapes = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in args)
   for name, fn in fns.items():
-    whole = jax.shard_map(
-      functools.partial(fn, **options),
-      mesh=mesh,
-      in_specs=P(),
-      out_specs=P(),
-      check_vma=False,
-    )
-    time = cm.predict(jax.jit(whole), *args).microseconds
+    call = jax.jit(functools.partial(fn, **options))
+    time = cm.predict(call, *args, chip=chip).microseconds
     print(f"{name}, {shapes}: predicted {time} us on a device")
 
 
