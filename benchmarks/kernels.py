@@ -151,6 +151,7 @@ def main(argv: Sequence[str]) -> None:
     names = ", ".join(w.name for w in works.works())
     raise app.UsageError(f"--work must be a part of one of: {names}.")
   console = Console(width=_WIDTH)
+  written = out / "kernels.json"
   rows = []
   with Progress(console=Console(stderr=True), transient=True) as progress:
     total = len(_CHIPS.value) * sum(len(w.contenders) for w in chosen)
@@ -162,11 +163,12 @@ def main(argv: Sequence[str]) -> None:
         for contender, fns in work.contenders.items():
           progress.update(task, description=f"{name} {work.name}: {contender}")
           own.append(_row(chip, work, contender, _fastest(chip, work, fns)))
+          # A run takes hours: what it has found is there while it goes on.
+          written.write_text(json.dumps(rows + own, indent=2))
           progress.advance(task)
       console.print(_table(chip, own))
       _plot(chip, own, out / f"kernels-{chip.generation}.png")
       rows += own
-  (out / "kernels.json").write_text(json.dumps(rows, indent=2))
   console.print(
     "Predicted by cm.predict from machine code that libtpu compiled in this"
     f" run, not measured. JAX {jax.__version__}. Written to {out}."
