@@ -45,7 +45,7 @@ def test_constants_are_read_and_laid_out_in_tiles():
   found = _words([])
   tile = found[2].view(np.int32).reshape(2, 128)
   assert tile[:, :3].tolist() == [[1, 2, 3], [4, -5, 6]]
-  assert found[3].tolist() == [7]
+  assert found[3][0] == 7
   assert found[4][:3].tolist() == [7, 7, 7]
   assert found[6][:3].tolist() == [7, 7, 7]  # after a comment with its number
 
@@ -93,6 +93,21 @@ def test_rows_and_columns_are_tiled():
   assert words[127:130].tolist() == [127, 256, 257]
   assert words[8 * 128] == 128
   assert hlo._laid_out(np.zeros((2, 3), np.int32), "s32[2,3]{0,1}") is None
+
+
+def test_narrow_integers_share_words_with_the_rows_below():
+  value = np.arange(5 * 3, dtype=np.int8).reshape(5, 3)
+  words = hlo._laid_out(value, "s8[5,3]{1,0:T(8,128)(4,1)}")
+  assert words is not None
+  rows = words.reshape(2, 128)[:, :3].copy().view(np.int8).reshape(2, 3, 4)
+  assert rows[0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+  assert rows[1].tolist() == [[12, 0, 0, 0], [13, 0, 0, 0], [14, 0, 0, 0]]
+  halves = hlo._laid_out(
+    np.arange(300, dtype=np.int16), "s16[300]{0:T(1024)(128)(2,1)}"
+  )
+  assert halves is not None and len(halves) == 512
+  assert halves[:1].view(np.int16).tolist() == [0, 128]
+  assert halves[128:129].view(np.int16).tolist() == [256, 0]
 
 
 def test_values_become_words_of_the_operand_they_are_for():

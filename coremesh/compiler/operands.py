@@ -188,4 +188,4 @@ def _of_a_device(
 def _steers(value: Any) -> bool:
   dtype = np.dtype(value.dtype if hasattr(value, "dtype") else type(value))
   size = math.prod(np.shape(value))
-  return dtype.kind in "iu" and dtype.itemsize == 4 and size <= _MOST_WORDS
+  return dtype.kind in "iu" and size * dtype.itemsize <= 4 * _MOST_WORDS

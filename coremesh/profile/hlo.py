@@ -12,10 +12,23 @@ _INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?{_NAME} = (?P<rest>.*)$")
 _COMPUTATION = re.compile(rf"^(?P<entry>ENTRY )?{_NAME} .*\{{$")
 _SHAPE = re.compile(
   r"(?P<type>\w+)\[(?P<sizes>[\d,]*)\]"
-  r"(?:\{(?P<order>[\d,]*)(?::T\((?P<tile>[\d,]+)\)(?P<more>[^}]*))?[^}]*\})?"
+  r"(?:\{(?P<order>[\d,]*)(?::T(?P<tiles>(?:\([\d,]+\))+))?[^}]*\})?"
 )
 _PLACE = re.compile(r"^get-tuple-element\(.*\), index=(\d+)")
-_WORDS = {"s32": np.int32, "u32": np.uint32, "f32": np.float32}
+# Types of which values are known: what steers a kernel, and float32 in SMEM.
+_DTYPES = {
+  name: np.dtype(dtype)
+  for name, dtype in (
+    ("s8", np.int8),
+    ("u8", np.uint8),
+    ("s16", np.int16),
+    ("u16", np.uint16),
+    ("s32", np.int32),
+    ("u32", np.uint32),
+    ("f32", np.float32),
+  )
+}
+_MOST_WORDS = 1 << 18
 # The result is the operand, as it is.
 _SAME = ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier")
 
@@ -105,7 +118,7 @@ def operand_words(
 
   Returns:
     By the number of the operand, as it lies in memory. Operands that are
-    computed, that are not of 32 bits or larger than SMEM are not in it.
+    computed, of other types or larger than SMEM are not in it.
   """
   if name not in program:
     return {}
@@ -159,14 +172,13 @@ def words_of(
   for index, value in values.items():
     made = program.get(operands[index]) if index < len(operands) else None
     shape = None if made is None else _SHAPE.match(made.shape)
-    if made is None or shape is None or shape["type"] not in _WORDS:
+    if made is None or shape is None or shape["type"] not in _DTYPES:
       continue
     sizes = tuple(int(n) for n in shape["sizes"].split(",") if n)
-    if value.size != math.prod(sizes) or value.dtype.itemsize != 4:
+    dtype = _DTYPES[shape["type"]]
+    if value.size != math.prod(sizes) or value.dtype.itemsize != dtype.itemsize:
       continue
-    words = _laid_out(
-      value.view(_WORDS[shape["type"]]).reshape(sizes), made.shape
-    )
+    words = _laid_out(value.view(dtype).reshape(sizes), made.shape)
     if words is not None:
       found[index] = words
   return found
@@ -179,14 +191,14 @@ def _value(
   while instruction.opcode in _SAME and instruction.operands[0] in program:
     instruction = program[instruction.operands[0]]
   shape = _SHAPE.match(instruction.shape)
-  if shape is None or shape["type"] not in _WORDS:
+  if shape is None or shape["type"] not in _DTYPES:
     return None
   sizes = tuple(int(n) for n in shape["sizes"].split(",") if n)
   if instruction.opcode == "parameter" and instruction.is_entry and leaves:
     leaf = leaves[int(instruction.operands[0])]
     if not isinstance(leaf, np.ndarray) or leaf.shape != sizes:
       return None
-    return leaf if leaf.dtype == _WORDS[shape["type"]] else None
+    return leaf if leaf.dtype == _DTYPES[shape["type"]] else None
   if instruction.opcode == "broadcast":
     # Of one number: group sizes that are all alike, say.
     inner = _value(program, instruction.operands[0], leaves)
@@ -196,39 +208,48 @@ def _value(
   if instruction.opcode == "constant":
     text = ",".join(instruction.operands)
     words = re.findall(r"-?[\d.]+(?:e[+-]?\d+)?", text)
-    value = np.array(words).astype(_WORDS[shape["type"]])
+    value = np.array(words).astype(_DTYPES[shape["type"]])
     return value.reshape(sizes) if value.size == math.prod(sizes) else None
   return None
 
 
 def _laid_out(value: np.ndarray, shape: str) -> np.ndarray | None:
-  """The 32-bit words of an array in the order of its tiles."""
+  """The 32-bit words of an array in the order of its tiles.
+
+  Each tile after the first cuts up the tile before it, as in T(8,128)(4,1),
+  where four rows of bytes make one row of words.
+  """
   match = _SHAPE.match(shape)
-  if match is None or match["type"] not in _WORDS or value.size > 1 << 18:
+  if match is None or value.nbytes > 4 * _MOST_WORDS:
     return None
-  if value.ndim == 0:
-    return value.reshape(1).view(np.uint32)
   order = [int(n) for n in (match["order"] or "").split(",") if n]
-  # A tile of tiles, as 16-bit types have, has no place here.
-  if order != list(range(value.ndim))[::-1] or (match["more"] or "").startswith(
-    "("
-  ):
+  if order != list(range(value.ndim))[::-1]:
     return None
-  tile = [int(n) for n in (match["tile"] or "").split(",") if n]
-  if len(tile) > min(value.ndim, 2):
-    return None
-  words = value.view(np.uint32)
-  pad = [0] * (value.ndim - len(tile)) + [
-    -size % t
-    for size, t in zip(value.shape[value.ndim - len(tile) :], tile, strict=True)
+  laid = np.atleast_1d(value)
+  for text in re.findall(r"\(([\d,]+)\)", match["tiles"] or ""):
+    tile = [int(n) for n in text.split(",")]
+    if len(tile) > laid.ndim:
+      return None
+    laid = _tiled(laid, tile)
+  flat = np.ascontiguousarray(laid).ravel().view(np.uint8)
+  return np.pad(flat, (0, -flat.size % 4)).view(np.uint32)
+
+
+def _tiled(array: np.ndarray, tile: Sequence[int]) -> np.ndarray:
+  """The last axes cut into tiles, which become the last axes; 0 fills them."""
+  first = array.ndim - len(tile)
+  sizes = array.shape[first:]
+  pad = [(0, -size % t) for size, t in zip(sizes, tile, strict=True)]
+  array = np.pad(array, [(0, 0)] * first + pad)
+  cut = [
+    n
+    for size, t in zip(array.shape[first:], tile, strict=True)
+    for n in (size // t, t)
   ]
-  words = np.pad(words, [(0, p) for p in pad])
-  if len(tile) == 2:
-    *leading, rows, columns = words.shape
-    r, c = tile
-    split = words.reshape(*leading, rows // r, r, columns // c, c)
-    words = np.moveaxis(split, -3, -2)
-  return np.ascontiguousarray(words).ravel()
+  split = array.reshape(*array.shape[:first], *cut)
+  outer = range(first, split.ndim, 2)
+  inner = range(first + 1, split.ndim, 2)
+  return split.transpose(*range(first), *outer, *inner)
 
 
 def twin(
