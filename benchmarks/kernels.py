@@ -77,6 +77,7 @@ def _row(chip: cm.Chip, work: Work, contender: str, result: Any) -> dict:
     / chip.hbm_bytes_per_second_per_device,
     operations=len(result.operations),
     left_out=list(result.left_out),
+    assumed=list(result.assumed),
   )
 
 
@@ -98,7 +99,7 @@ def _table(chip: cm.Chip, rows: Sequence[dict]) -> Table:
     beside = row["microseconds"] / ours.get(row["work"], float("nan"))
     table.add_row(
       row["work"],
-      row["contender"] + (" (part left out)" if row["left_out"] else ""),
+      row["contender"] + _reservation(row),
       f"{row['microseconds']:.1f}",
       f"{row['low_microseconds']:.1f}..{row['high_microseconds']:.1f}",
       f"{row['share_of_bf16_peak']:.1%}",
@@ -106,6 +107,12 @@ def _table(chip: cm.Chip, rows: Sequence[dict]) -> Table:
       f"{beside:.3f}",
     )
   return table
+
+
+def _reservation(row: dict) -> str:
+  if row["left_out"]:
+    return " (part left out)"
+  return " (assumed)" if row["assumed"] else ""
 
 
 def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:

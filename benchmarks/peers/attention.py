@@ -123,8 +123,15 @@ def _tokamax(sizes, q, k, v, *, is_causal: bool = False) -> jax.Array:
     v_layout=layout,
     use_experimental_scheduler=True,
   )
+  backward = module.pallas_mosaic_tpu_vjp
+  gradients = backward.PallasMosaicTpuFlashAttentionVjp(
+    config=backward.Config(
+      block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=compute
+    ),
+    bypass_device_check=True,
+  )
   call = module.PallasMosaicTpuFlashAttention(
-    config=config, bypass_device_check=True
+    config=config, vjp=gradients, bypass_device_check=True
   )
   swap = lambda x: jnp.swapaxes(x, -2, -3)
   return swap(call(*map(swap, (q, k, v)), is_causal=is_causal))
