@@ -38,9 +38,7 @@ def cycles(opcode: str, rates: Rates) -> float:
   """How long an instruction holds all units of its kind together."""
   match unit(opcode):
     case "MXU":
-      is_f32 = ".f32" in opcode
-      held = rates.matmul_cycles_f32 if is_f32 else rates.matmul_cycles_bf16
-      return held / rates.mxus
+      return _matmul_cycles(opcode, rates) / rates.mxus
     case "XLU":
       held = rates.xlu_cycles if ".xlane" in opcode else 1
       return held / rates.xlus
@@ -53,6 +51,32 @@ def cycles(opcode: str, rates: Rates) -> float:
     case "EUP":
       return 1.0
   return 0.0
+
+
+def _matmul_cycles(opcode: str, rates: Rates) -> float:
+  """How long a `vmatmul` holds its unit.
+
+  No two on one unit are nearer in what libtpu 0.0.50 schedules, and most are as
+  near as that: bundles between neighbours in kernels.matmul and
+  kernels.attention, its gradient included, of all types that they take:
+
+      opcode                v5e, v5p   v6e   tpu7x
+      vmatmul.f32                  8     4       4
+      vmatmul.bf16                16     8       8
+      vmatmul.s8                  16     8
+      vmatmul.lmr.bf16             8
+      vmatmul.f8*.bf16            32    16
+      vmatmul.f8*                                8
+
+  8-bit floats that the unit takes as bf16 are 32 rows of it, where bf16 itself
+  has 16 to a register.
+  """
+  if ".f32" in opcode:
+    return rates.matmul_cycles_f32
+  if ".lmr" in opcode:
+    return rates.matmul_cycles_bf16 / 2
+  is_widened = ".f8" in opcode and ".bf16" in opcode
+  return rates.matmul_cycles_bf16 * (2 if is_widened else 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
