@@ -73,7 +73,7 @@ def test_a_page_says_memory_time_limit_and_lines(explained):
     assert re.search(rf"VMEM +in all .*{row} +\d+\.\d%", text)
   for operation in explained.prediction.operations:
     kind = "kernel" if operation.kernel else "XLA"
-    assert f"{operation.name} ({kind})" in text
+    assert f"{operation.label}, {kind}" in text
   assert "tests/profiling.py" in text
   assert "sum_vmem[...] += jnp.dot(" in text
   assert all(f"{n} {v}" in text for n, v in explained.versions.items())
@@ -188,11 +188,14 @@ def test_a_kernel_that_cannot_be_predicted_has_a_ledger_and_a_reason():
   found = cm.explain(waits_for_ever, x, chip="v5p:2x2x1")
   [[name, reason]] = found.unpredicted.items()
   text = str(found)
-  assert f"no time for {name}" in text
-  assert f"* {name}: {' '.join(reason.split()[:4])}" in text
+  called = f"waits_for_ever ({name})"
+  assert f"no time for {called}" in text
+  assert f"* {called}: {' '.join(reason.split()[:4])}" in text
   assert re.search(r"VMEM +x_vmem +float32\[8,128\]", text)
   kept = found.as_dict()
-  assert kept["unpredicted"] == [{"operation": name, "reason": reason}]
+  assert kept["unpredicted"] == [
+    {"operation": name, "label": called, "reason": reason}
+  ]
   assert kept["ledgers"][0]["memories"]["VMEM"]["predicted_per_core"] == 8192
   assert "for the rest" not in text
   times = [d for d in found.compare(kept).differences if "time," in d.quantity]
@@ -456,7 +459,7 @@ def test_a_trace_holds_each_operation_copy_and_wait_at_its_time(
   starts = {}
   for operation in explained.prediction.operations:
     [whole] = [
-      e for e in intervals if e["tid"] == 0 and e["name"] == operation.name
+      e for e in intervals if e["tid"] == 0 and e["name"] == operation.label
     ]
     assert whole["ts"] == pytest.approx(sum(starts.values()))
     assert whole["dur"] == operation.microseconds.central
@@ -484,7 +487,7 @@ def test_a_trace_that_would_be_too_long_says_what_is_not_in_it(
 ):
   monkeypatch.setattr(trace, "_MOST_SPANS", 3)
   made = trace.as_dict(explained)
-  name = _kernel(explained, "double").name
+  name = _kernel(explained, "double").label
   assert (
     f"{name}, core 0: copies from HBM after the first 3 are not in the trace"
     in made["otherData"]["left_out"]

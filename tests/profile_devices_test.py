@@ -9,6 +9,8 @@ import functools
 import re
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
@@ -187,6 +189,43 @@ def test_a_device_that_does_more_holds_up_the_ring():
   latency = rates.rates(_V6E).hbm_latency_seconds.central * 1e6
   extra = uneven.microseconds.central - alike.microseconds.central
   assert extra == pytest.approx(latency, rel=0.2)  # One copy, all but alone.
+
+
+def _sends_to(chip: cm.Chip, *places: int) -> cm.OperationPrediction:
+  """A core that sends 1 MiB to each of some devices of a ring, and waits."""
+  axis, scratch = "device", pltpu.VMEM((len(places), 2048, 128), jnp.float32)
+
+  @cm.kernel(
+    mesh=chip.tensor_cores("core", 1),
+    out=cm.like(0),
+    scratch=dict(mine=scratch, theirs=scratch),
+  )
+  def send(x_hbm, o_hbm, *, mine, theirs):
+    cm.device_barrier(axis)
+    me, number = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+    puts = [
+      cm.put(mine.at[i], theirs.at[i], to={axis: (me + place) % number})
+      for i, place in enumerate(places)
+    ]
+    for put in puts:
+      put.wait()
+
+  mesh = chip.device_mesh(axis, on="compiler")
+  spec = jax.sharding.PartitionSpec(axis)
+  fn = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)
+  x = profiling.shape(8 * chip.num_devices, 128)
+  [found] = cm.predict(jax.jit(fn), x, chip=chip.name).kernels
+  return found
+
+
+def test_one_device_that_stands_for_all_has_a_link_to_each_receiver():
+  one, both = _sends_to(_V6E, 1), _sends_to(_V6E, 1, 3)
+  assert both.cores[0].sent_bytes == 2 * one.cores[0].sent_bytes == 2 << 20
+  # Half goes each way round at once: 1 MiB over a link is 12 us.
+  extra = both.microseconds.central - one.microseconds.central
+  assert abs(extra) < 1
+  assert both.shares["ICI"] == pytest.approx(one.shares["ICI"], rel=0.05)
+  assert both.limit == "ICI"
 
 
 def _senders(*receivers: tuple[int, int]) -> list[list[events.Trace]]:

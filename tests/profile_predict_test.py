@@ -134,7 +134,7 @@ def test_what_is_not_given_is_assumed_and_named():
   assert kernel.is_assumed
   assert "operand 0 (s32[1]), whose value is not given" in found.assumed[0]
   text = str(found)
-  assert f"count: {kernel.name} (kernel)," in text
+  assert f"count ({kernel.name}), kernel," in text
   assert "  assumed\n" in text
   assert "tests/profiling.py" in text
 

@@ -11,6 +11,7 @@ from coremesh.compiler.compiled import Compiled
 from coremesh.explanation import hot_lines, roofline, stages
 from coremesh.explanation.explanation import Explanation
 from coremesh.profile import predict
+from coremesh.profile import prediction as predictions
 from coremesh.profile.details import Details
 from coremesh.profile.prediction import Prediction
 
@@ -76,7 +77,11 @@ def explain(
     o.name: found
     for o in prediction.operations
     if o.name not in sparse
-    and (found := roofline.of_operation(o, device)) is not None
+    and (
+      found := roofline.of_operation(
+        o, device, [a.trace for a in details.activities.get(o.name, ())]
+      )
+    )
   }
   return Explanation(
     name=name or ", ".join(dict.fromkeys(kernels)),
@@ -90,6 +95,9 @@ def explain(
     ledgers=compiled.ledgers,
     prediction=prediction,
     unpredicted=details.refused,
+    labels={
+      o.name: predictions.label(o.name, o.kernel) for o in compiled.operations
+    },
     rooflines=rooflines,
     hot_lines=_hot_lines(prediction, details),
     activities=details.activities,

@@ -28,6 +28,7 @@ class Findings:
   ledgers: tuple[Ledger, ...]
   prediction: Prediction
   unpredicted: Mapping[str, str]
+  labels: Mapping[str, str]
   rooflines: Mapping[str, Roofline]
   hot_lines: Mapping[str, tuple[HotLine, ...]]
   activities: Mapping[str, tuple[CoreActivity, ...]] = dataclasses.field(

@@ -15,6 +15,7 @@ from coremesh.explanation.hot_lines import HotLine
 from coremesh.explanation.roofline import Roofline
 from coremesh.profile.activity import CoreActivity
 from coremesh.profile.prediction import OperationPrediction
+from coremesh.profile.sending import Sending
 
 # Of a page that is not on a terminal.
 WIDTH = 110
@@ -47,7 +48,7 @@ def parts(found: Findings) -> Iterator[RenderableType]:
   if found.unpredicted:
     yield Text("Without a time:", style="bold yellow")
     for name, reason in found.unpredicted.items():
-      yield Text(f"* {name}: {reason}")
+      yield Text(f"* {found.labels[name]}: {reason}")
   left_out = [
     t
     for t in found.prediction.left_out
@@ -82,7 +83,7 @@ def head(found: Findings) -> Text:
   made.append(f"{found.name} on {found.chip}", style="bold")
   time = words.estimate(found.prediction.microseconds)
   if found.unpredicted:
-    which = ", ".join(found.unpredicted)
+    which = ", ".join(found.labels[name] for name in found.unpredicted)
     made.append(f": no time for {which}", style="bold yellow")
     made.append(
       f", {time} µs for the rest" if found.prediction.operations else ""
@@ -175,17 +176,20 @@ def _operations(found: Findings) -> Table:
   for o in found.prediction.operations:
     roofline = found.rooflines.get(o.name)
     made.add_row(
-      f"{o.label} ({'kernel' if o.kernel else 'XLA'})"
+      f"{o.label}, {'kernel' if o.kernel else 'XLA'}"
       f"{f' x {o.times}' if o.times != 1 else ''}"
       f"{', assumed' if o.is_assumed else ''}",
       words.estimate(o.microseconds),
       f"{o.cycles.central:,.0f}",
-      f"{roofline.share_of_roof:.0%} {roofline.roof}" if roofline else "",
+      f"{words.share(roofline.share_of_roof)} {roofline.roof}"
+      if roofline
+      else "",
       o.limit,
       style="" if o.kernel else "dim",
     )
   for name in found.unpredicted:
-    made.add_row(f"{name} (kernel)", "no time", style="yellow")
+    called = f"{found.labels[name]}, kernel"
+    made.add_row(called, "no time", style="yellow")
   return made
 
 
@@ -267,8 +271,18 @@ def cycle_us(operation: OperationPrediction) -> float:
 def _roofline(found: Roofline) -> Table:
   made = table(
     f"{found.operation}: no less than {words.short(found.floor_microseconds)}"
-    f" µs by the peak of its {found.roof}",
+    f" µs by {_roof(found)}",
     *("", "work", "predicted", "peak of the device", "of it"),
+  )
+  ways = (
+    (
+      f"{one.way}, assumed",
+      _sent(one),
+      found.per_second(one.busiest_bytes),
+      one.assumed_bytes_per_second,
+      "B/s",
+    )
+    for one in found.sendings
   )
   for what, amount, rate, peak, unit in (
     (
@@ -292,6 +306,7 @@ def _roofline(found: Roofline) -> Table:
       found.peak_hbm_bytes_per_second,
       "B/s",
     ),
+    *ways,
   ):
     made.add_row(
       what,
@@ -301,6 +316,20 @@ def _roofline(found: Roofline) -> Table:
       f"{rate / peak:.1%}",
     )
   return made
+
+
+def _roof(found: Roofline) -> str:
+  if found.is_roof_assumed:
+    return f"the assumed rate of {found.roof}"
+  return f"the peak of its {found.roof}"
+
+
+def _sent(one: Sending) -> str:
+  """What counts against the way, and what it is a part of."""
+  busiest = words.num_bytes(one.busiest_bytes)
+  if one.busiest_bytes == one.sent_bytes:
+    return busiest
+  return f"{busiest} of {words.num_bytes(one.sent_bytes)}"
 
 
 def _lines(operation: OperationPrediction, lines: Sequence[HotLine]) -> Table:

@@ -42,7 +42,7 @@ def of(found: Findings) -> dict[str, Any]:
     "ledgers": [_ledger(one) for one in found.ledgers],
     "operations": [_operation(o, found) for o in found.prediction.operations],
     "unpredicted": [
-      {"operation": name, "reason": reason}
+      {"operation": name, "label": found.labels[name], "reason": reason}
       for name, reason in found.unpredicted.items()
     ],
     "assumed": list(found.prediction.assumed),
@@ -127,6 +127,7 @@ def _operation(
   roofline = found.rooflines.get(operation.name)
   return {
     "name": operation.name,
+    "label": operation.label,
     "kernel": operation.kernel,
     "code_digest": found.codes.get(operation.name),
     "times": operation.times,
@@ -162,6 +163,15 @@ def _roofline(one: Roofline) -> dict[str, Any]:
     "peak_matmul_flops_per_second": one.peak_matmul_flops_per_second,
     "peak_vector_ops_per_second": one.peak_vector_ops_per_second,
     "peak_hbm_bytes_per_second": one.peak_hbm_bytes_per_second,
+    "sendings": [
+      {
+        **dataclasses.asdict(sent),
+        "busiest_bytes_per_second": one.per_second(sent.busiest_bytes),
+        "share_of_way": one.share_of_way(sent),
+        "is_assumed": True,
+      }
+      for sent in one.sendings
+    ],
     "roof": one.roof,
     "floor_microseconds": one.floor_microseconds,
     "share_of_roof": one.share_of_roof,

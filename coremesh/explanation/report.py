@@ -33,6 +33,7 @@ def html(data: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     },
     short=words.short,
     num_bytes=words.num_bytes,
+    share=words.share,
     estimate=lambda found: words.estimate(Estimate(**found)),
     where=page.where,
     span=page.span,

@@ -80,7 +80,7 @@ class _Operation:
     operation = self.operation
     yield perfetto.interval(
       self._at(_OPERATIONS, 0),
-      name=operation.name,
+      name=operation.label,
       kind="kernel" if operation.kernel else "XLA",
       duration_us=operation.microseconds.central * operation.times,
       args={
@@ -102,7 +102,7 @@ class _Operation:
     thread = activity.core + 1
     yield perfetto.interval(
       self._at(thread, 0),
-      name=self.operation.name,
+      name=self.operation.label,
       kind="operation",
       duration_us=activity.cycles * self._cycle_us,
       args={"issued_cycles": activity.trace.cycles},
@@ -133,7 +133,7 @@ class _Operation:
   ) -> Iterator[tuple[float, float, int, int]]:
     if len(spans) > _MOST_SPANS or not spans.is_whole:
       self.left_out.append(
-        f"{self.operation.name}, core {core}: {what} after the first"
+        f"{self.operation.label}, core {core}: {what} after the first"
         f" {_MOST_SPANS:,} are not in the trace"
       )
     columns = (

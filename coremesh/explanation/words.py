@@ -39,6 +39,11 @@ def rate(number: float, unit: str) -> str:
   raise AssertionError
 
 
+def share(part: float) -> str:
+  """A part of 1 in percent, with two digits where it is small: "0.76%"."""
+  return f"{part:.0%}" if part >= 0.1 else f"{100 * part:.2g}%"
+
+
 def blocks(shares: Sequence[float]) -> str:
   """A line of bars, one for each share from 0 to 1; all that is not 0 shows."""
   steps = len(_BLOCKS) - 1

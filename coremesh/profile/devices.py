@@ -204,5 +204,12 @@ def _is_alike(one: Trace, other: Trace) -> bool:
 
 def _folded(trace: Trace, columns: Iterable[Sequence[Target]]) -> Trace:
   """A device that receives what it sends, over the longest of the ways."""
-  ways = iter([max(column, key=lambda to: to.hops) for column in columns])
-  return trace.with_targets(lambda _: next(ways)._replace(device=trace.device))
+  ways = iter(
+    [
+      max(column, key=lambda to: to.hops)._replace(
+        device=trace.device, route=column[0].device
+      )
+      for column in columns
+    ]
+  )
+  return trace.with_targets(lambda _: next(ways))

@@ -38,6 +38,8 @@ class Target(NamedTuple):
     way: whether it is a core of the same device, on the same chip ("die"), or
       over links of ICI.
     hops: links of ICI on the way.
+    route: tells apart the receivers of a device that stands for all, which are
+      all that device.
     source: the memory a copy comes from, "hbm" or "vmem"; "" for a signal.
     place: the memory it goes to.
   """
@@ -47,6 +49,7 @@ class Target(NamedTuple):
   flag: int
   way: Way = "core"
   hops: int = 0
+  route: int = 0
   source: str = ""
   place: str = ""
 

@@ -7,6 +7,7 @@ its links, 6 on v4, v5p and tpu7x, else 4.
 """
 
 from coremesh import chips, errors
+from coremesh.profile.events import Way
 from coremesh.profile.rates import Rates, Spread
 from coremesh.profile.servers import Links
 
@@ -38,16 +39,35 @@ def links(chip: chips.Chip, rates: Rates, which: str) -> Links:
   Raises:
     UnsupportedError: there are none for the generation of the chip.
   """
-  if chip.generation not in _LINK_BYTES_PER_SECOND:
-    raise errors.UnsupportedError(
-      f"chip must be one of {', '.join(_LINK_BYTES_PER_SECOND)}, whose links"
-      f" are known; got {chip.name}."
-    )
   clock = getattr(rates.clock_hz, which)
-  link = getattr(_LINK_BYTES_PER_SECOND[chip.generation], which)
+  link = getattr(_link_bytes_per_second(chip), which)
   return Links(
     bytes_per_cycle=link / clock,
     die_bytes_per_cycle=_DIE_LINKS * link / clock,
     hop_cycles=getattr(_HOP_SECONDS, which) * clock,
     core_cycles=getattr(_CORE_SECONDS, which) * clock,
   )
+
+
+def bytes_per_second(way: Way, *, chip: chips.Chip, rates: Rates) -> float:
+  """What one way is taken to carry, in one direction: "central" of `links`.
+
+  Between cores of a device that is what HBM is taken for: no source says how
+  fast they are.
+
+  Raises:
+    UnsupportedError: it is not known for the generation of the chip.
+  """
+  if way == "core":
+    return rates.hbm_bytes_per_second_per_device.central
+  link = _link_bytes_per_second(chip).central
+  return link * _DIE_LINKS if way == "die" else link
+
+
+def _link_bytes_per_second(chip: chips.Chip) -> Spread:
+  if chip.generation not in _LINK_BYTES_PER_SECOND:
+    raise errors.UnsupportedError(
+      f"chip must be one of {', '.join(_LINK_BYTES_PER_SECOND)}, whose links"
+      f" are known; got {chip.name}."
+    )
+  return _LINK_BYTES_PER_SECOND[chip.generation]

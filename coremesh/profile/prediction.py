@@ -94,12 +94,12 @@ class OperationPrediction:
     cycles: of the core that takes longest, with what starts SparseCores.
     microseconds: the same as time.
     floor_microseconds: what its bytes take at the bandwidth of JAX's table.
-    limit: what bounds the slowest core: a unit, "DMA", "ICI", "waiting" for
-      copies that are not enough to fill HBM or links, "scalar" or "idle",
-      instructions that wait for each other.
+    limit: what bounds the slowest core: a unit, "DMA", a way out as in
+      `shares`, "waiting" for copies that are not enough to fill HBM or links,
+      "scalar" or "idle", instructions that wait for each other.
     shares: busy shares of the slowest core, with "DMA read" and "DMA write"
-      of the device, and "ICI" if it sends: of one link of it, if all it sends
-      takes one.
+      of the device, and if it sends "ICI", "die to die" and "core to core": of
+      the way to the receiver that gets most.
     cores: each core.
     hottest: where the slowest core spends its time, at most ten.
     assumed: what was taken for granted; () if the machine code decides all.
@@ -120,10 +120,8 @@ class OperationPrediction:
 
   @property
   def label(self) -> str:
-    """The instruction, with the kernel's name where it does not begin so."""
-    if self.kernel is None or self.name.startswith(self.kernel):
-      return self.name
-    return f"{self.kernel}: {self.name}"
+    """What to call it, see `label`."""
+    return label(self.name, self.kernel)
 
   @property
   def is_assumed(self) -> bool:
@@ -165,7 +163,7 @@ class Prediction:
   @property
   def assumed(self) -> tuple[str, ...]:
     """What was taken for granted, each with its operation."""
-    return tuple(f"{o.name}: {a}" for o in self.operations for a in o.assumed)
+    return tuple(f"{o.label}: {a}" for o in self.operations for a in o.assumed)
 
   def as_dict(self) -> dict[str, Any]:
     """All of it as lists, dicts, numbers and strings, for JSON."""
@@ -177,6 +175,18 @@ class Prediction:
 
   def __str__(self) -> str:
     return render(self)
+
+
+def label(name: str, kernel: str | None) -> str:
+  """What to call an operation: "matmul.1", or "copy (tpu_custom_call.1)".
+
+  Args:
+    name: the HLO instruction, which tells apart calls of one kernel.
+    kernel: the kernel it runs, named first if the instruction hides it; None
+      for an operation of XLA's.
+  """
+  is_told = kernel is None or name.startswith(kernel)
+  return name if is_told else f"{kernel} ({name})"
 
 
 def render(prediction: Prediction) -> str:
@@ -212,7 +222,7 @@ def _table(title: str, *columns: str) -> table.Table:
 def _operations(prediction: Prediction) -> table.Table:
   made = _table("", "operation", "µs", "cycles", "byte floor µs", "limit")
   for o in prediction.operations:
-    name = f"{o.label} (kernel)" if o.kernel else o.name
+    name = f"{o.label}, kernel" if o.kernel else o.name
     name += f" x {o.times}" if o.times != 1 else ""
     made.add_row(
       f"{name}{', assumed' if o.is_assumed else ''}",
@@ -226,7 +236,7 @@ def _operations(prediction: Prediction) -> table.Table:
 
 def _shares(operation: OperationPrediction) -> table.Table:
   names = list(operation.cores[0].shares)
-  title = f"{operation.name}: busy share of cycles"
+  title = f"{operation.label}: busy share of cycles"
   if len(operation.cores) > _MOST_CORES:
     title += f", {_MOST_CORES} slowest of {len(operation.cores)} cores"
   made = _table(title, "core", *names)
@@ -240,7 +250,7 @@ def _shares(operation: OperationPrediction) -> table.Table:
 
 def _hottest(operation: OperationPrediction) -> table.Table:
   made = _table(
-    f"{operation.name}: hottest bundles",
+    f"{operation.label}: hottest bundles",
     *("bundles", "times", "cycles", "share", "limit", "lines"),
   )
   for hot in operation.hottest:

@@ -119,11 +119,11 @@ class Servers:
     limited = [core for core in cores if core[1] not in hbm.free_cores]
     self._own = {core: Server(own) for core in limited} if own else {}
     self._ways: dict[tuple[int, Target], Server] = {}
-    made: dict[tuple[int, int, str], Server] = {}
+    made: dict[tuple[int, int, int, str], Server] = {}
     for device, to in targets:
       if links is None:
         raise ValueError(f"links must be given for a copy or signal to {to}.")
-      way = (device, to.device, to.way)
+      way = (device, to.device, to.route, to.way)
       rate = {
         "core": hbm.bytes_per_cycle,
         "die": links.die_bytes_per_cycle,

@@ -188,7 +188,8 @@ def _group(
 
 def _receiver(place: addresses.Slice, target: Target) -> Target:
   """Who stands for a receiver: its like on the first device."""
-  return sparse_addresses.receiver(target, place, 0)._replace(device=0)
+  found = sparse_addresses.receiver(target, place, 0)
+  return found._replace(device=0, route=found.device)
 
 
 def _links(

@@ -6,7 +6,7 @@ import numpy as np
 
 from coremesh import chips
 from coremesh.compiler.compiled import Operation
-from coremesh.profile import bundles, estimates, units
+from coremesh.profile import bundles, estimates, sending, units
 from coremesh.profile.core import CoreTiming
 from coremesh.profile.events import Trace
 from coremesh.profile.prediction import (
@@ -39,8 +39,9 @@ def of_operation(
     "DMA write": written / hbm.bytes_per_cycle / max(1.0, total.central),
   }
   if timed.links is not None:
-    sent = sum(t.sent_bytes for t in central) / timed.links.bytes_per_cycle
-    moved["ICI"] = sent / max(1.0, total.central)
+    seconds = max(1.0, total.central) / rate.clock_hz.central
+    for sent in sending.of_traces(traces, chip=chip, rates=rate):
+      moved[sent.way] = sent.floor_seconds / seconds
   busy = units.busy(program, rate)
   cores = []
   for i, trace in enumerate(traces):
@@ -89,14 +90,14 @@ def _assumed(timed: Timed) -> tuple[str, ...]:
 def _limit(shares: Mapping[str, float]) -> str:
   """What is busy for the largest share of the time.
 
-  A core that mostly waits is bound by HBM or ICI if that is busy at least half
-  the time, else by the latency of its copies and signals.
+  A core that mostly waits is bound by HBM or a way out if that is busy at least
+  half the time, else by the latency of its copies and signals.
   """
   moved = {
     "DMA": shares.get("DMA read", 0.0) + shares.get("DMA write", 0.0),
-    "ICI": shares.get("ICI", 0.0),
+    **{n: s for n, s in shares.items() if n in sending.WAYS},
   }
-  rest = {n: s for n, s in shares.items() if n != "ICI" and "DMA" not in n}
+  rest = {n: s for n, s in shares.items() if n not in moved and "DMA" not in n}
   name = max(rest, key=lambda n: rest[n])
   over = max(moved, key=lambda n: moved[n])
   if moved[over] >= rest[name] or (name == "waiting" and moved[over] >= 0.5):

@@ -1,6 +1,7 @@
 """Operations under the roofs of their device."""
 
 from collections.abc import Mapping, Sequence
+import itertools
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -9,26 +10,30 @@ import numpy as np
 from coremesh.explanation import words
 from coremesh.explanation.pictures import style
 from coremesh.explanation.roofline import Roofline
+from coremesh.profile.sending import CORE_TO_CORE, Sending
 
 _COLOURS = (
   *(style.VERMILION, style.BLUE, style.GREEN, style.PURPLE, style.ORANGE),
   *(style.SKY, style.DARK, style.GREY),
 )
-_MOST = len(_COLOURS)
+# Of the legend, as parts of the height of the picture.
+_TOP, _HEAD, _LINE = 0.83, 0.042, 0.032
 
 
 def draw(rooflines: Mapping[str, Roofline], chip: str) -> Figure:
   """Work for each byte against work for each second.
 
   A circle is the work of the MXUs, a square that of the VPUs; the bar through
-  it is the range of the predicted time.
+  it is the range of the predicted time. What is sent to other devices has a
+  slope of its own, and the hollow points are the same work for each of its
+  bytes.
 
   Args:
     rooflines: of operations by name; those that take longest are shown.
     chip: its name.
   """
   ordered = sorted(rooflines.values(), key=lambda r: -r.microseconds.central)
-  shown = [r for r in ordered if r.hbm_bytes][:_MOST]
+  shown = _fitting([r for r in ordered if r.hbm_bytes or r.sendings])
   left_out = len(ordered) - len(shown)
   figure = style.figure(
     6.6,
@@ -41,8 +46,11 @@ def draw(rooflines: Mapping[str, Roofline], chip: str) -> Figure:
   for colour, one in zip(_COLOURS, shown, strict=False):
     for x, work, marker in _points(one):
       _point(axes, one, x, work, marker=marker, colour=colour)
+    for x, work, marker in _sent_points(one):
+      _point(axes, one, x, work, marker=marker, colour=colour, fill="white")
   _legend(figure, shown)
-  axes.set_xlabel("work for each byte of HBM: FLOP or vector op / byte")
+  sent = " (hollow: byte sent)" if any(map(_far, shown)) else ""
+  axes.set_xlabel(f"work for each byte of HBM{sent}: FLOP or vector op / byte")
   axes.set_ylabel("work for each second: FLOP/s or vector op/s")
   axes.grid(which="major", color=style.LIGHT, linewidth=0.7)
   axes.set_axisbelow(True)
@@ -51,14 +59,40 @@ def draw(rooflines: Mapping[str, Roofline], chip: str) -> Figure:
   return figure
 
 
+def _fitting(found: Sequence[Roofline]) -> list[Roofline]:
+  """The first of them, as many as there are colours and lines for."""
+  heights = (_HEAD + (2 + len(one.sendings)) * _LINE for one in found)
+  ends = itertools.accumulate(heights)
+  fitting = zip(_COLOURS, found, ends, strict=False)
+  return [one for _, one, end in fitting if end < _TOP + _HEAD]
+
+
 def _points(one: Roofline) -> list[tuple[float, float, str]]:
-  """Work for each byte, work, and marker, for what there is."""
+  """Work for each byte of HBM, work, and marker, for what there is."""
+  return _at(one, one.hbm_bytes)
+
+
+def _sent_points(one: Roofline) -> list[tuple[float, float, str]]:
+  """The same for each byte sent to another device."""
+  return [p for sent in _far(one) for p in _at(one, sent.busiest_bytes)]
+
+
+def _at(one: Roofline, num_bytes: int) -> list[tuple[float, float, str]]:
   found = [(one.matmul_flops, "o"), (one.vector_ops, "s")]
-  return [(w / one.hbm_bytes, w, m) for w, m in found if w]
+  return [(w / num_bytes, w, m) for w, m in found if w and num_bytes]
+
+
+def _far(one: Roofline) -> list[Sending]:
+  """What leaves the device: the way between its cores is as HBM's."""
+  return [sent for sent in one.sendings if sent.way != CORE_TO_CORE]
 
 
 def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
-  points = [(r, x, work) for r in shown for x, work, _ in _points(r)]
+  points = [
+    (r, x, work)
+    for r in shown
+    for x, work, _ in (*_points(r), *_sent_points(r))
+  ]
   intensities = [x for _, x, _ in points]
   slowest = [work / (r.microseconds.high * 1e-6) for r, _, work in points]
   peaks = (
@@ -79,6 +113,7 @@ def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
       ha="right",
       fontsize=9,
       color=colour,
+      bbox=dict(facecolor="white", edgecolor="none", pad=0.5),
     )
   axes.set_xscale("log")
   axes.set_yscale("log")
@@ -86,19 +121,39 @@ def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
   axes.set_ylim(min([hbm * lowest, *slowest]) / 2, 4 * peaks[0][0])
   # Above the slope, where no operation can be.
   x = np.sqrt(peaks[0][0] * peaks[1][0]) / hbm
+  _name_slope(axes, "HBM", hbm, x, ha="right", colour=style.DARK)
+  ways = {s.way: s.assumed_bytes_per_second for r in shown for s in _far(r)}
+  for way, slope in ways.items():
+    work = np.minimum(peaks[0][0], slope * xs)
+    colour = style.UNITS["DMA send"]
+    axes.plot(xs, work, color=colour, linewidth=1.6, linestyle="--")
+    # Below it, as other slopes are above.
+    _name_slope(axes, f"{way}, assumed", slope, x, ha="left", colour=colour)
+
+
+def _name_slope(
+  axes: Any, name: str, slope: float, x: float, *, ha: str, colour: str
+) -> None:
   axes.annotate(
-    f"HBM: {words.rate(hbm, 'B/s')}",
-    (x, hbm * x),
-    xytext=(-8, 2),
+    f"{name}: {words.rate(slope, 'B/s')}",
+    (x, slope * x),
+    xytext=(-8, 2) if ha == "right" else (8, -8),
     textcoords="offset points",
-    ha="right",
+    ha=ha,
     fontsize=9,
-    color=style.DARK,
+    color=colour,
   )
 
 
 def _point(
-  axes: Any, one: Roofline, x: float, work: float, *, marker: str, colour: str
+  axes: Any,
+  one: Roofline,
+  x: float,
+  work: float,
+  *,
+  marker: str,
+  colour: str,
+  fill: str | None = None,
 ) -> None:
   time = one.microseconds
   low, central, high = (
@@ -110,6 +165,7 @@ def _point(
     yerr=[[central - low], [high - central]],
     fmt=marker,
     color=colour,
+    markerfacecolor=fill or colour,
     markersize=7,
     capsize=5,
     elinewidth=1.4,
@@ -119,7 +175,7 @@ def _point(
 
 def _legend(figure: Figure, shown: Sequence[Roofline]) -> None:
   """Each operation in words, from top to bottom."""
-  y = 0.83
+  y = _TOP
   for colour, one in zip(_COLOURS, shown, strict=False):
     figure.text(0.7, y, "●", fontsize=12, color=colour, va="center")
     figure.text(
@@ -132,12 +188,17 @@ def _legend(figure: Figure, shown: Sequence[Roofline]) -> None:
     )
     for line in (
       f"{words.estimate(one.microseconds)} µs,"
-      f" {one.share_of_roof:.0%} of its roof ({one.roof})",
+      f" {words.share(one.share_of_roof)} of its roof ({one.roof})",
       f"{_work(one)} for {words.num_bytes(one.hbm_bytes)}",
+      *(
+        f"{sent.way}: {words.num_bytes(sent.sent_bytes)} sent,"
+        f" {words.share(one.share_of_way(sent))} of its assumed rate"
+        for sent in one.sendings
+      ),
     ):
-      y -= 0.032
+      y -= _LINE
       figure.text(0.72, y, line, fontsize=8.5, color="#555555", va="center")
-    y -= 0.042
+    y -= _HEAD
 
 
 def _work(one: Roofline) -> str:

@@ -73,7 +73,7 @@ def draw(
   height = style.HEAD_INCHES + len(windows) * (inches + 0.85)
   figure = style.figure(
     height,
-    f"{operation.name}: each core and its copies",
+    f"{operation.label}: each core and its copies",
     f"Predicted, {page.time(operation, end)}; central values"
     f"{style.of_groups(groups, found)}{_rounds(activities)}",
   )

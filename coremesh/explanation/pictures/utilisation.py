@@ -37,7 +37,7 @@ def draw(
   never = f"; never busy: {', '.join(idle)}" if idle else ""
   figure = style.figure(
     height,
-    f"{operation.name}: what is busy over its life",
+    f"{operation.label}: what is busy over its life",
     f"Predicted, {page.time(operation, edges[-1])}; full height is"
     f" busy all the time{never}{style.of_groups(groups, found)}",
   )
