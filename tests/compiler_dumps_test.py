@@ -158,7 +158,10 @@ def test_a_sparse_core_kernel_has_its_assembly(subcores, chip):
 
 
 def test_texts_that_cannot_be_told_apart_with_certainty_are_left_out(tmp_path):
-  """Two kernels of a name, neither of which is the one in the program."""
+  """Two kernels of a name, neither of which is the one in the program.
+
+  What the program itself says of its kernel is certain.
+  """
   for name in ("llo", "mosaic", "sparsecore"):
     (tmp_path / name).mkdir()
   (tmp_path / "llo" / "1-k.1-01-packed-bundles-post-ra.txt").write_text("b")
@@ -168,7 +171,8 @@ def test_texts_that_cannot_be_told_apart_with_certainty_are_left_out(tmp_path):
   hlo = '\n  %k.1 = f32[8] custom-call(), x={"custom_call_config":{"body":"aa"'
   read = lambda text: lambda body: ("k", text)
   [found] = dumps.collect(tmp_path, hlo, read("module 3"))
-  assert found == dumps.Texts(name="k.1", kernel="k", texts={"bundles": "b"})
+  assert found.kernel == "k"
+  assert found.texts == {"mosaic": "module 3", "bundles": "b"}
   [found] = dumps.collect(tmp_path, hlo, read("module 2"))
   assert found.texts == {"mosaic": "module 2", "bundles": "b"}
 
@@ -196,6 +200,36 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     "ROOT",
     "}",
   ]
+
+
+def test_a_kernel_that_xla_puts_into_a_fusion_is_one():
+  """Where it writes its result into a part of another array."""
+
+  sizes = (8, 16, 32, 64, 128, 8)
+
+  def stacked(x):
+    return jnp.stack([_blocks(x, rows) for rows in sizes])
+
+  x = jax.ShapeDtypeStruct((256, 256), _F32)
+  compiled = cm.compile(stacked, x, chip="v5p:2x2x1")
+  kernels = [o for o in compiled.operations if o.kernel == "_double"]
+  # The last call is the first again, and XLA makes them one.
+  assert len(kernels) == len(compiled.kernels) == len(compiled.ledgers) == 5
+  assert compiled.left_out == ("_double",)
+  hlo = compiled.text("hlo")
+  found = [re.search(rf"%{o.name} = .* fusion\(", hlo) for o in kernels]
+  assert any(found)
+  assert all("_double" in o.text("mosaic") for o in kernels)
+  for one in compiled.ledgers:
+    assert one.used_vmem_bytes == one.expected_vmem_bytes
+
+
+def test_a_kernel_whose_body_is_elsewhere_is_an_error(tmp_path):
+  for name in ("llo", "mosaic", "sparsecore"):
+    (tmp_path / name).mkdir()
+  hlo = '\n  %k.1 = f32[8] call(), custom_call_target="tpu_custom_call", x={}'
+  with pytest.raises(ValueError, match=r"kernel of k\.1 is not where"):
+    dumps.collect(tmp_path, hlo, lambda body: None)
 
 
 def test_a_kernel_with_metadata_has_every_stage():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
-from coremesh.compiler import allocations, spills
+from coremesh.compiler import allocations, matching, spills
 from tests import support
 
 _F32 = jnp.float32
@@ -288,18 +288,53 @@ def test_a_subcore_is_held_against_its_own_memory():
   assert found.predicted("VMEM") == 8 * 128 * 4
 
 
-def test_kernels_of_one_name_are_not_filled_in():
+def _double(rows: int):
+  """A float32 [2048, 2048] times two, in blocks of rows."""
   x = _type(2048, 2048)
-  spec = pl.BlockSpec((256, 2048), lambda i: (i, 0))
+  spec = pl.BlockSpec((rows, 2048), lambda i: (i, 0))
 
   def body(x_ref, o_ref):
     o_ref[...] = x_ref[...] * 2
 
-  kernel = pl.pallas_call(
-    body, out_shape=x, grid=(8,), in_specs=[spec], out_specs=spec
+  return pl.pallas_call(
+    body, out_shape=x, grid=(2048 // rows,), in_specs=[spec], out_specs=spec
   )
-  found = cm.compile(lambda x: kernel(kernel(x)), x, chip="v6e").ledgers
-  assert [one.used_vmem_bytes for one in found] == [None, None]
+
+
+def test_kernels_of_one_name_are_told_apart_by_their_blocks():
+  one, other = _double(128), _double(256)
+  x = _type(2048, 2048)
+  first, last = cm.compile(lambda x: other(one(x)), x, chip="v6e").ledgers
+  # XLA keeps what goes between in VMEM; a block is held twice.
+  assert (
+    first.used_vmem_bytes == first.expected_vmem_bytes == 2 * 128 * 2048 * 4
+  )
+  assert last.used_vmem_bytes == last.expected_vmem_bytes == 2 * 256 * 2048 * 4
+
+
+def test_kernels_whose_modules_do_not_say_which_is_which_are_not_filled_in(
+  monkeypatch,
+):
+  monkeypatch.setattr(matching, "_form_of_module", lambda text: None)
+  one, other = _double(256), _double(128)
+  x = _type(2048, 2048)
+  compiled = cm.compile(lambda x: other(one(x)), x, chip="v6e")
+  assert [one.used_vmem_bytes for one in compiled.ledgers] == [None, None]
+  assert len(compiled.kernels) == 2 and not compiled.left_out
+
+
+def test_kernels_that_the_program_does_without_are_not_in_it():
+  def program(x):
+    one, other = _double(256), _double(128)
+    other(x)  # Nothing needs it.
+    return one(x)
+
+  compiled = cm.compile(program, _type(2048, 2048), chip="v6e")
+  assert [k.usage.vmem_bytes_per_core for k in compiled.kernels] == [8 * 2**20]
+  [found] = compiled.ledgers
+  assert found.used_vmem_bytes == found.predicted("VMEM") == 8 * 2**20
+  assert compiled.left_out == ("body",)
+  assert sum(o.kernel == "body" for o in compiled.operations) == 1
 
 
 _MIB = 2**20

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import os
 import pathlib
 import tempfile
@@ -24,6 +25,7 @@ from coremesh.compiler import (
   failures,
   ledger,
   libtpu_flags,
+  matching,
   operands,
   sites,
   usage,
@@ -33,7 +35,7 @@ from coremesh.compiler import (
 from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
-_RESULT_VERSION = "4"
+_RESULT_VERSION = "5"
 _CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
@@ -118,12 +120,25 @@ def compile(  # pylint: disable=redefined-builtin
   if answer is None:
     answer = _ask(request, words, timeout_seconds, jaxpr, predicted)
     disk.put(key, answer)
-  texts = [dumps.Texts(**fields) for fields in answer["operations"]]
+  vmem_bytes = used.vmem_bytes_by_operation(answer["texts"]["hlo"])
+  matches = matching.of_kernels(
+    usage.kernels(jaxpr),
+    [dumps.Texts(**fields) for fields in answer["operations"]],
+    vmem_bytes,
+  )
+  kept = [not match.is_left_out for match in matches]
   return Compiled(
     chip=target.name,
     num_devices=lowered.num_devices,
-    kernels=kernels,
-    ledgers=used.with_used(predicted, texts, answer["texts"]["hlo"]),
+    kernels=tuple(itertools.compress(kernels, kept)),
+    left_out=tuple(
+      k.name for k, m in zip(kernels, matches, strict=True) if m.is_left_out
+    ),
+    ledgers=used.with_used(
+      tuple(itertools.compress(predicted, kept)),
+      [m.operation for m in matches if predicted and not m.is_left_out],
+      vmem_bytes,
+    ),
     operations=tuple(Operation(**fields) for fields in answer["operations"]),
     texts={"stablehlo": program} | answer["texts"],
     memory=answer["memory"],

@@ -52,12 +52,14 @@ class Compiled:
     chip: what for, such as "v5p:2x2x1", or the kind of its devices.
     num_devices: how many devices it is for.
     kernels: what each kernel in it holds, counted before compilation.
-    ledgers: the buffers of every kernel, `pl.pallas_call` included, and what
-      libtpu used.
+    ledgers: the buffers of each of them, and what libtpu used. Of kernels of
+      one name and alike, which is which is not told.
     operations: kernels and operations of XLA's that have machine code.
     texts: of the whole program, by stage.
     memory: bytes a device, as libtpu counts them.
     costs: XLA's estimates: "flops", "bytes accessed" and others.
+    left_out: names of kernels that were traced and are not in it: no result
+      needs them, or another call is the same.
     compile_seconds: wall time of tracing, lowering and compiling, this
       machine.
     from_cache: whether the disk had it.
@@ -75,6 +77,7 @@ class Compiled:
   costs: Mapping[str, float] = dataclasses.field(repr=False)
   compile_seconds: float
   from_cache: bool
+  left_out: tuple[str, ...] = ()
   operands: tuple[KernelOperands, ...] = dataclasses.field(
     default=(), repr=False
   )

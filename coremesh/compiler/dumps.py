@@ -49,7 +49,12 @@ _INSTRUCTION = re.compile(
   r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.DOTALL
 )
 _CALLED = re.compile(r"(?:to_apply|calls)=%?([\w.\-]+)")
-_KERNEL_BODY = re.compile(r'"custom_call_config":\{"body":"([A-Za-z0-9+/=]+)"')
+# In a fusion libtpu leaves the configuration of a kernel as it was given, with
+# spaces.
+_KERNEL_BODY = re.compile(
+  r'"custom_call_config":\s*\{"body":\s*"([A-Za-z0-9+/=]+)"'
+)
+_KERNEL_CALL = 'custom_call_target="tpu_custom_call"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +105,11 @@ def collect(
   Returns:
     The operations in the order in which libtpu wrote their code; the program
     around them is "TLP". What Mosaic wrote names a kernel, not an instruction;
-    of several kernels with one name it goes to the one whose program it is.
+    of several kernels with one name it goes to the one whose program it is. If
+    none is, "mosaic" is what the instruction says.
 
   Raises:
-    ValueError: a kernel of the program has no machine code.
+    ValueError: a kernel of the program has no machine code, or is not in it.
   """
   kernels = _kernels(hlo, kernel_module)
   found: dict[str, dict[str, str]] = {}
@@ -118,7 +124,7 @@ def collect(
   for name, texts in found.items():
     kernel = kernels.get(name)
     if kernel is not None:
-      texts = _take(kernel, mosaic) | texts
+      texts = {"mosaic": kernel[1]} | _take(kernel, mosaic) | texts
     operations.append(
       Texts(name=name, kernel=kernel and kernel[0], texts=texts)
     )
@@ -218,6 +224,11 @@ def _kernels(hlo: str, kernel_module: _Reader) -> dict[str, tuple[str, str]]:
       called[name] = _CALLED.findall(rest)
       if body := _KERNEL_BODY.search(rest):
         bodies[name] = body[1]
+      elif _KERNEL_CALL in rest:
+        raise ValueError(
+          f"The kernel of {name} is not where coremesh looks for it in the"
+          " compiled program: libtpu may be of another version."
+        )
   names = {name: kernel_module(body) for name, body in bodies.items()}
 
   def of(instruction: str) -> tuple[str, str] | None:

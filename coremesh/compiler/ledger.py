@@ -237,9 +237,7 @@ def of_program(
     vmem_limit_bytes: that of kernels which ask for none, if a flag says so.
   """
   return tuple(
-    _of_kernel(eqn, chip, vmem_limit_bytes)
-    for eqn in _compat.walk(jaxpr)
-    if eqn.primitive.name in aot.KERNEL_PRIMITIVES
+    _of_kernel(eqn, chip, vmem_limit_bytes) for eqn in usage.kernels(jaxpr)
   )
 
 

@@ -69,8 +69,13 @@ def of_program(jaxpr: jex_core.Jaxpr) -> list[KernelUsage]:
   Args:
     jaxpr: for instance `jax.jit(fn).trace(*args).jaxpr.jaxpr`.
   """
+  return [_of_kernel(eqn) for eqn in kernels(jaxpr)]
+
+
+def kernels(jaxpr: jex_core.Jaxpr) -> list[jex_core.JaxprEqn]:
+  """The equations that are kernels, in order, inner programs included."""
   return [
-    _of_kernel(eqn)
+    eqn
     for eqn in _compat.walk(jaxpr)
     if eqn.primitive.name in aot.KERNEL_PRIMITIVES and not _is_of_xla(eqn)
   ]

@@ -1,6 +1,6 @@
 """Ledgers of a compiled program: what the compiler says its kernels use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -24,28 +24,24 @@ _FIRST_SCRATCH = 3
 
 
 def with_used(
-  ledgers: Sequence[Ledger], operations: Sequence[dumps.Texts], hlo: str
+  ledgers: Sequence[Ledger],
+  operations: Sequence[dumps.Texts | None],
+  used_vmem_bytes: Mapping[str, int],
 ) -> tuple[Ledger, ...]:
   """The ledgers, with what libtpu says it used.
 
   Args:
     ledgers: of a program.
-    operations: of the program, compiled.
-    hlo: its HLO.
-
-  Returns:
-    The ledgers. Of several kernels with one name none is filled in: which is
-    which is not certain.
+    operations: what runs each kernel; None, which is not filled in, if it is
+      not certain.
+    used_vmem_bytes: `vmem_bytes_by_operation`.
   """
-  used = _used_by_instruction(hlo)
-  filled = []
-  for one in ledgers:
-    named = [o for o in operations if o.kernel == one.kernel]
-    alike = [other for other in ledgers if other.kernel == one.kernel]
-    if len(named) == len(alike) == 1:
-      one = _filled(one, named[0], used.get(named[0].name))
-    filled.append(one)
-  return tuple(filled)
+  return tuple(
+    _filled(one, operation, used_vmem_bytes.get(operation.name))
+    if operation
+    else one
+    for one, operation in zip(ledgers, operations, strict=True)
+  )
 
 
 def _filled(
@@ -104,7 +100,8 @@ def _staged_bytes(shape: str) -> int:
   return -(-words // 128) * 128 * 4
 
 
-def _used_by_instruction(hlo: str) -> dict[str, int]:
+def vmem_bytes_by_operation(hlo: str) -> dict[str, int]:
+  """What libtpu says that each instruction of a module uses of VMEM."""
   used = {}
   for line in dumps.statements(hlo):
     instruction, found = _INSTRUCTION.match(line), _USED.search(line)
