@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from coremesh.cli import main, targets
+from coremesh.cli import main, matrix, targets
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PAGE = _ROOT / "docs" / "matrix.md"
@@ -63,7 +63,37 @@ def test_each_program_and_chip_has_a_row_and_each_reason_a_note(
   assert sums["vmem_limit_bytes_per_core"] == 16 * 2**20
   times = sums["microseconds"]
   assert 0 < times["low"] <= times["central"] <= times["high"]
+  [kernel] = sums["kernels"]
+  assert kernel["used_bytes"] == sums["vmem_bytes_per_core"]
   assert cells[1]["code_bytes"] is None
+
+
+def _kernel(used, predicted, expected):
+  return matrix.KernelVmem(
+    kernel="k",
+    used_bytes=used,
+    predicted_bytes=predicted,
+    expected_bytes=expected,
+  )
+
+
+@pytest.mark.parametrize(
+  ("kernels", "text"),
+  [
+    ([], "-"),
+    ([_kernel(8, 8, 8)], "exact"),
+    ([_kernel(8, 9, 8)], "explained"),
+    ([_kernel(100, 90, 90)], "-10.0%"),
+    ([_kernel(8, 8, 8)] * 2, "exact"),
+    ([_kernel(8, 8, 8), _kernel(8, 9, 8)], "explained"),
+    # The smaller kernel is the one that is off.
+    ([_kernel(800, 800, 800), _kernel(100, 103, 103)], "+3.0%"),
+    ([_kernel(8, 8, 8), _kernel(None, 9, 9)], "-"),
+  ],
+)
+def test_the_ledger_of_a_program_is_the_worst_of_its_kernels(kernels, text):
+  found = matrix.Cell(target="t", chip="v5p", kernels=tuple(kernels))
+  assert matrix._ledger(found) == text
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,38 @@ Memories and code are the compiler's word; the time is predicted from the
 machine code, central value and range, as [prediction.md](prediction.md) says.
 Nothing is measured. Examples have their default settings.
 
-* VMEM is what a core holds at once, the most of the kernels of a program; on a
-  vector subcore it is the TileSpmem.
+* VMEM is what a core holds at once, of the kernel of a program that holds most;
+  on a vector subcore it is the TileSpmem.
 * The ledger is what was predicted of that before compiling: exact; or different
   for reasons that it gives after compiling, "explained"; or off by a share of
-  what is used for reasons it does not know.
+  what is used for reasons it does not know. Of several kernels it is the one
+  that is off most. Kernels are counted as compiled: XLA makes equal calls one.
 
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelVmem:
+  """What a kernel of a program holds on a core.
+
+  Attributes:
+    kernel: its name; several may have the same.
+    used_bytes: what the compiler says; None if it does not.
+    predicted_bytes: before compiling.
+    expected_bytes: the same, with what compiling explains.
+  """
+
+  kernel: str
+  used_bytes: int | None
+  predicted_bytes: int
+  expected_bytes: int
+
+  @property
+  def unexplained_share(self) -> float | None:
+    """How far the prediction is off, of what is used; None if unknown."""
+    if self.used_bytes is None:
+      return None
+    return (self.expected_bytes - self.used_bytes) / max(self.used_bytes, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +74,10 @@ class Cell:
     target: the program.
     chip: the slice.
     vmem_bytes_per_core: the most of its kernels; None if nobody says.
-    vmem_predicted_bytes_per_core: of the same kernel, before compiling.
+    vmem_predicted_bytes_per_core: of that kernel, before compiling.
     vmem_expected_bytes_per_core: the same, with what compiling explains.
-    vmem_limit_bytes_per_core: what a kernel may take.
+    vmem_limit_bytes_per_core: what that kernel may take.
+    kernels: each of them, in order.
     smem_bytes_per_core: the most of its kernels; None if nobody says.
     semaphores_per_core: likewise.
     code_bytes: of the whole program.
@@ -66,6 +92,7 @@ class Cell:
   vmem_predicted_bytes_per_core: int | None = None
   vmem_expected_bytes_per_core: int | None = None
   vmem_limit_bytes_per_core: int | None = None
+  kernels: tuple[KernelVmem, ...] = ()
   smem_bytes_per_core: int | None = None
   semaphores_per_core: int | None = None
   code_bytes: int | None = None
@@ -82,6 +109,7 @@ class Cell:
 _COLUMNS: dict[str, Callable[[Cell], str]] = {
   "program": lambda c: c.target,
   "chip": lambda c: c.chip,
+  "kernels": lambda c: str(len(c.kernels)) if c.compiles else "-",
   "VMEM a core": lambda c: _bytes(c.vmem_bytes_per_core),
   "of": lambda c: _bytes(c.vmem_limit_bytes_per_core),
   "ledger": lambda c: _ledger(c),
@@ -94,7 +122,7 @@ _COLUMNS: dict[str, Callable[[Cell], str]] = {
 _NOTE = "note"
 _TEXT = ("program", "chip", "limit", _NOTE)
 # What a page has room for and a terminal has not.
-_ON_PAGES_ONLY = ("of", "SMEM", "semaphores")
+_ON_PAGES_ONLY = ("kernels", "of", "SMEM", "semaphores")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +257,15 @@ def _of_ledgers(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     "vmem_predicted_bytes_per_core": most.predicted("VMEM"),
     "vmem_expected_bytes_per_core": most.expected_vmem_bytes,
     "vmem_limit_bytes_per_core": most.limit("VMEM"),
+    "kernels": tuple(
+      KernelVmem(
+        kernel=one.kernel,
+        used_bytes=one.used_vmem_bytes,
+        predicted_bytes=one.predicted("VMEM"),
+        expected_bytes=one.expected_vmem_bytes,
+      )
+      for one in ledgers
+    ),
     "smem_bytes_per_core": _most(ledgers, "SMEM"),
     "semaphores_per_core": _most(ledgers, "semaphores"),
   }
@@ -241,16 +278,15 @@ def _most(ledgers: Sequence[Ledger], memory: str) -> int | None:
 
 def _ledger(found: Cell) -> str:
   """How far the prediction is off, with what compiling explains."""
-  used = found.vmem_bytes_per_core
-  predicted = found.vmem_predicted_bytes_per_core
-  expected = found.vmem_expected_bytes_per_core
-  if used is None or predicted is None or expected is None:
+  shares = [one.unexplained_share for one in found.kernels]
+  known = [share for share in shares if share is not None]
+  if not known or len(known) < len(shares):
     return "-"
-  if predicted == used:
-    return "exact"
-  if expected == used:
-    return "explained"
-  return f"{(expected - used) / max(used, 1):+.1%}"
+  worst = max(known, key=abs)
+  if worst:
+    return f"{worst:+.1%}"
+  is_exact = all(k.predicted_bytes == k.used_bytes for k in found.kernels)
+  return "exact" if is_exact else "explained"
 
 
 def _bytes(amount: int | None) -> str:
