@@ -72,6 +72,11 @@ def test_what_goes_over_ici_has_a_roof_on_the_page_in_the_data_and_drawn():
   assert first["share_of_way"] == pytest.approx(share)
   assert first["is_assumed"] is second["is_assumed"] is True
 
+  report = importlib.import_module("coremesh.explanation.report")
+  html = " ".join(report.html(found.as_dict(), {}).split())
+  assert "ICI, assumed: 12 KiB of 12 KiB sent go to the receiver" in html
+  assert f"carries 90 GB/s; it is busy {share * 100:.2g}% of the time" in html
+
   words, [line] = _drawn(found)
   assert "ICI, assumed: 90 GB/s" in words
   assert "ICI: 12 KiB sent, 0.8" in words and "% of its assumed rate" in words

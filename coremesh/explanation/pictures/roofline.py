@@ -49,7 +49,7 @@ def draw(rooflines: Mapping[str, Roofline], chip: str) -> Figure:
     for x, work, marker in _sent_points(one):
       _point(axes, one, x, work, marker=marker, colour=colour, fill="white")
   _legend(figure, shown)
-  sent = " (hollow: byte sent)" if any(map(_far, shown)) else ""
+  sent = " (hollow: byte sent)" if any(map(_sent_points, shown)) else ""
   axes.set_xlabel(f"work for each byte of HBM{sent}: FLOP or vector op / byte")
   axes.set_ylabel("work for each second: FLOP/s or vector op/s")
   axes.grid(which="major", color=style.LIGHT, linewidth=0.7)
@@ -118,7 +118,8 @@ def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
   axes.set_xscale("log")
   axes.set_yscale("log")
   axes.set_xlim(lowest, highest)
-  axes.set_ylim(min([hbm * lowest, *slowest]) / 2, 4 * peaks[0][0])
+  bottom = min([hbm * lowest, *slowest]) / 2
+  axes.set_ylim(bottom, 4 * peaks[0][0])
   # Above the slope, where no operation can be.
   x = np.sqrt(peaks[0][0] * peaks[1][0]) / hbm
   _name_slope(axes, "HBM", hbm, x, ha="right", colour=style.DARK)
@@ -127,7 +128,8 @@ def _roofs(axes: Any, one: Roofline, shown: Sequence[Roofline]) -> None:
     work = np.minimum(peaks[0][0], slope * xs)
     colour = style.UNITS["DMA send"]
     axes.plot(xs, work, color=colour, linewidth=1.6, linestyle="--")
-    # Below it, as other slopes are above.
+    # Below it, as other slopes are above, and away from the level roofs.
+    x = max(2 * lowest, np.sqrt(bottom * peaks[1][0]) / slope)
     _name_slope(axes, f"{way}, assumed", slope, x, ha="left", colour=colour)
 
 
@@ -189,7 +191,7 @@ def _legend(figure: Figure, shown: Sequence[Roofline]) -> None:
     for line in (
       f"{words.estimate(one.microseconds)} µs,"
       f" {words.share(one.share_of_roof)} of its roof ({one.roof})",
-      f"{_work(one)} for {words.num_bytes(one.hbm_bytes)}",
+      f"{_work(one)}, {words.num_bytes(one.hbm_bytes)} of HBM",
       *(
         f"{sent.way}: {words.num_bytes(sent.sent_bytes)} sent,"
         f" {words.share(one.share_of_way(sent))} of its assumed rate"
@@ -207,4 +209,4 @@ def _work(one: Roofline) -> str:
     ("■", words.rate(one.vector_ops, "op"), one.vector_ops),
   )
   found = [f"{mark} {text}" for mark, text, work in parts if work]
-  return " ".join(found) or "copies only,"
+  return " ".join(found) or "no arithmetic"
