@@ -173,6 +173,21 @@ def add_up(x):
   return x + x
 
 
+def test_a_kernel_that_the_program_does_without_is_named():
+  double, (x,) = profiling.double(1024)
+
+  def program(x):
+    double(x + 1)  # Nothing needs it.
+    return double(x)
+
+  found = cm.explain(program, x, chip="v5p:2x2x1")
+  assert len(found.ledgers) == len(found.prediction.kernels) == 1
+  assert "as no result needs it or another call is the same:\n* double" in str(
+    found
+  )
+  assert found.as_dict()["dropped"] == ["double"]
+
+
 def test_a_kernel_that_cannot_be_predicted_has_a_ledger_and_a_reason():
   def body(x_vmem, o_vmem, sem):
     pl.semaphore_wait(sem, 1)  # Nobody signals it.
@@ -249,7 +264,7 @@ _LAYOUT = """
   format version source name chip versions compile_seconds is_from_cache
   predict_seconds memory_bytes_per_device microseconds microseconds.low
   microseconds.central microseconds.high ledgers operations unpredicted assumed
-  left_out ledgers[].kernel ledgers[].is_sparse ledgers[].buffers
+  left_out dropped ledgers[].kernel ledgers[].is_sparse ledgers[].buffers
   ledgers[].memories.VMEM.unit ledgers[].memories.VMEM.predicted_per_core
   ledgers[].memories.VMEM.used_per_core ledgers[].memories.VMEM.limit_per_core
   ledgers[].memories.SMEM.unit ledgers[].memories.semaphores.unit

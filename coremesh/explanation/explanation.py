@@ -33,6 +33,7 @@ class Explanation(Findings):
     prediction: the time of each operation; those of `unpredicted` are not in
       it.
     unpredicted: kernels without a time and why, by operation.
+    dropped: kernels of the function that the compiled program does without.
     labels: what to call each kernel, by operation.
     rooflines: by operation.
     hot_lines: by operation, of its slowest core.

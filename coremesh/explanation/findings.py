@@ -28,6 +28,7 @@ class Findings:
   ledgers: tuple[Ledger, ...]
   prediction: Prediction
   unpredicted: Mapping[str, str]
+  dropped: tuple[str, ...]
   labels: Mapping[str, str]
   rooflines: Mapping[str, Roofline]
   hot_lines: Mapping[str, tuple[HotLine, ...]]

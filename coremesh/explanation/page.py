@@ -57,6 +57,7 @@ def parts(found: Findings) -> Iterator[RenderableType]:
   for title, texts in (
     ("Assumed, because data decide it:", found.prediction.assumed),
     ("Left out of the time:", left_out),
+    (f"{words.DROPPED}:", found.dropped),
   ):
     if texts:
       yield Text(title, style="bold")

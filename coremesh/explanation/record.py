@@ -47,6 +47,7 @@ def of(found: Findings) -> dict[str, Any]:
     ],
     "assumed": list(found.prediction.assumed),
     "left_out": list(found.prediction.left_out),
+    "dropped": list(found.dropped),
   }
 
 

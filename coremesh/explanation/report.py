@@ -34,6 +34,7 @@ def html(data: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     short=words.short,
     num_bytes=words.num_bytes,
     share=words.share,
+    dropped_title=words.DROPPED,
     rate=words.rate,
     estimate=lambda found: words.estimate(Estimate(**found)),
     where=page.where,

@@ -7,6 +7,10 @@ import re
 from coremesh.profile.prediction import Estimate
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+DROPPED = (
+  "Not in the compiled program, as no result needs it or another call is the"
+  " same"
+)
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
