@@ -47,6 +47,7 @@ def test_arithmetic_is_that_of_32_bit_words(a, b):
     ("sadd.s32", b): a + b,
     ("ssub.s32", b): a - b,
     ("smul.u32", b): a * b,
+    ("smulhi.u32", b): (a * b) >> 32,
     ("sand.u32", b): x & y,
     ("sor.u32", b): x | y,
     ("sxor.u32", b): x ^ y,

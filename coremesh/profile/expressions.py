@@ -9,6 +9,7 @@ _WORDS = {
   "sadd.s32": "({} + {}) & M",
   "ssub.s32": "({} - {}) & M",
   "smul.u32": "({} * {}) & M",
+  "smulhi.u32": "product_high({}, {})",
   "sand.u32": "{} & {}",
   "sor.u32": "{} | {}",
   "sxor.u32": "{} ^ {}",
@@ -36,7 +37,7 @@ FUNCTIONS = {
     *(values.shift_left, values.shift_left_ones, values.shift_right),
     *(values.shift_right_signed, values.least, values.greatest),
     *(values.least_signed, values.greatest_signed, values.quotient),
-    values.remainder,
+    *(values.remainder, values.product_high),
   )
 }
 

@@ -62,6 +62,12 @@ def _of_words(fn: Callable[[int, int], Word]) -> Callable[[Word, Word], Word]:
 
 
 @_of_words
+def product_high(a: int, b: int) -> Word:
+  """`smulhi.u32`: the upper half of a product, which divides by a constant."""
+  return (a * b) >> 32
+
+
+@_of_words
 def shift_left(a: int, b: int) -> Word:
   """`sshll.u32`."""
   return (a << b) & MASK if b < 32 else 0
