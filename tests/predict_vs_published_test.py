@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import predict_vs_published as benchmark
-from benchmarks.published import entries, record, score, show
+from benchmarks.published import entries, record, score, show, tiles
 from benchmarks.published.record import Record, Records
 from benchmarks.published.score import Constants
 from coremesh.errors import UnsupportedError
@@ -401,3 +401,25 @@ def test_without_tokamax_it_says_what_to_install(monkeypatch):
 )
 def test_operands_tell_entries_apart(spec, text):
   assert entries.operands(spec) == text
+
+
+_ROWS = "bf16[64,768] bf16[8,2048,768] dlhs"
+
+
+@pytest.mark.parametrize(
+  ("tile_k", "tile_n", "older"),
+  [
+    (2048, 768, False),
+    (1024, 512, False),  # It fits both ways.
+    (768, 2048, True),  # 2048 is more than the 768 that are summed over.
+    (1536, 384, True),  # 1536 is no half of 2048.
+  ],
+)
+def test_tiles_that_todays_tokamax_does_not_try_are_of_an_older_one(
+  tile_k, tile_n, older
+):
+  config = json.dumps({"tile_m": 64, "tile_k": tile_k, "tile_n": tile_n})
+  both = json.dumps({"tile_m": 64, "tile_k": 512, "tile_n": 256})
+  assert tiles.are_older([(_ROWS, both), (_ROWS, config)]) is older
+  turned = json.loads(tiles.turned(config))
+  assert turned == {"tile_m": 64, "tile_k": tile_n, "tile_n": tile_k}
