@@ -28,6 +28,26 @@ def tile_rows(dtypes: Sequence[jax.typing.DTypeLike]) -> int:
   return SUBLANES * 4 // min(jnp.dtype(d).itemsize for d in dtypes)
 
 
+def copied_rows(rows: int, columns: int) -> int:
+  """Rows an array must have for blocks of more rows to be copied.
+
+  XLA gives an array of at most 4 rows shorter tiles. A copy is of whole tiles
+  of the array, and what it takes of a longer block in VMEM is no whole tiles of
+  that. Only those of a single column of tiles lie alike in both.
+  """
+  is_short = rows <= SUBLANES // 2 and columns > LANES
+  return SUBLANES if is_short else rows
+
+
+def with_copied_rows(array: jax.Array) -> jax.Array:
+  """The array, rows of zeros added where `copied_rows` asks for more."""
+  rows, columns = array.shape[-2:]
+  more = copied_rows(rows, columns) - rows
+  if not more:
+    return array
+  return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, more), (0, 0)])
+
+
 def even_size(
   size: int,
   *,
@@ -124,6 +144,16 @@ def pairwise(
     rest = parts[len(parts) // 2 * 2 :]
     parts = [*(combine(a, b) for a, b in pairs), *rest]
   return parts[0]
+
+
+def part_size(size: int, most: int) -> int:
+  """The size of the parts in which a block in VMEM is gone through.
+
+  The largest that divides its size and `most`, a power of two of at least a
+  tile. A block that is no multiple of 8 has no parts: they would not start
+  where registers do. Only one of less than a tile of its dtype is that.
+  """
+  return size if size % SUBLANES else math.gcd(size, most)
 
 
 def within(size: int, block: int, *, axis: int) -> Any:

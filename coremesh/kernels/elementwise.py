@@ -265,7 +265,7 @@ def _body(*refs, fn, block, spec, num_inputs) -> None:
 
 def _over_parts(compute, block, shape) -> None:
   """Calls `compute` with the index of each part of a block."""
-  sizes = (1, *map(_part_size, block[1:], (_PART_ROWS, _PART_COLUMNS)))
+  sizes = (1, *map(blocks.part_size, block[1:], (_PART_ROWS, _PART_COLUMNS)))
 
   def along(axis: int, index: tuple[Any, ...]) -> None:
     if axis == len(block):
@@ -282,11 +282,6 @@ def _over_parts(compute, block, shape) -> None:
     blocks.loop(blocks.num_parts(inside, size), part, None)
 
   along(0, ())
-
-
-def _part_size(size: int, most: int) -> int:
-  """The most that divides a block, but for one that is less than a tile."""
-  return size if size < blocks.SUBLANES else math.gcd(size, most)
 
 
 _ARRAYS = {

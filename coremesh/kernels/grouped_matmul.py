@@ -30,7 +30,7 @@ from coremesh.kernels._matmul.call import (
   default_out_dtype,
   sum_dtype,
 )
-from coremesh.kernels.blocks import tile_rows
+from coremesh.kernels.blocks import copied_rows, tile_rows, with_copied_rows
 from coremesh.kernels.grouped_weight_gradient import grouped_weight_gradient
 from coremesh.spec import Case, KernelSpec
 
@@ -228,14 +228,17 @@ def _forward_kernel(call: Call, *arrays: jax.Array) -> jax.Array:
   num_totals = call.num_weights if plan.num_steps > 1 else 0
   body = functools.partial(grouped_matmul_body.product, plan)
   scratch = [*plan.rows.scratch, *[total] * num_totals]
-  return kernel(
+  product = kernel(
     body,
     problem=problem,
     blocks=blocks,
-    out=out,
+    out=out.update(shape=(copied_rows(*out.shape), out.shape[1])),
     scratch=scratch,
     name="grouped_matmul",
-  )(sizes, x, *weights)
+  )
+  if call.transpose_w:  # N lies along rows, and is cut in blocks.
+    weights = map(with_copied_rows, weights)
+  return product(sizes, with_copied_rows(x), *weights)[: x.shape[0]]
 
 
 def _without_terms(call: Call, sizes, x, out) -> jax.Array:

@@ -22,7 +22,12 @@ from coremesh.kernels._grouped.launch import (
 )
 from coremesh.kernels._matmul.blocks import Blocks
 from coremesh.kernels._matmul.call import default_out_dtype, sum_dtype
-from coremesh.kernels.blocks import LANES, tile_rows
+from coremesh.kernels.blocks import (
+  LANES,
+  copied_rows,
+  tile_rows,
+  with_copied_rows,
+)
 from coremesh.spec import Case, KernelSpec
 
 _SEARCHED = (
@@ -109,14 +114,17 @@ def grouped_weight_gradient(
   total = pltpu.VMEM((plan.inner, plan.columns), sum_dtype(x.dtype))
   body = functools.partial(gradient_body.gradient, plan)
   scratch = [*plan.rows.scratch, total]
-  return kernel(
+  groups, inner, columns = out.shape
+  gradient = kernel(
     body,
     problem=problem,
     blocks=blocks,
-    out=out,
+    out=out.update(shape=(groups, copied_rows(inner, columns), columns)),
     scratch=scratch,
     name="grouped_weight_gradient",
-  )(group_sizes, x, d)
+  )
+  x, d = with_copied_rows(x), with_copied_rows(d)
+  return gradient(group_sizes, x, d)[:, :inner]
 
 
 def grouped_weight_gradient_reference(

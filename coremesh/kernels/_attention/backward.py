@@ -20,9 +20,10 @@ from coremesh.kernels._attention.backward_plan import Plan
 from coremesh.kernels._attention.call import (
   Call,
   Operands,
-  joined,
+  in_blocks,
   problem_of,
 )
+from coremesh.kernels.blocks import copied_rows
 
 type Residuals = tuple[
   jax.Array, jax.Array, jax.Array, Operands, jax.Array, jax.Array
@@ -80,9 +81,9 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
   chip = place.current_chip()
   if blocks is None:
     blocks = backward_blocks.choose(problem, chip)
-  joint = [joined(a, lead) for a in (*arrays, *operands.given.values())]
-  if "num_keys" in problem.operands:
-    joint[-1] = joint[-1].reshape(-1)
+  names = "q", "k", "v", "out", "d_out", "lse", "d_lse"
+  named = dict(zip(names, arrays, strict=True)) | operands.given
+  joint = [in_blocks(name, array, lead) for name, array in named.items()]
   row_values = []
   d_queries, d_keys, d_values = [], [], []
   for share in range(blocks.num_shares(problem)):
@@ -93,6 +94,9 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
       num_cores=chip.tensor_cores_per_device,
     )
     dq, dk, dv, *row_values = _kernel(plan)(*joint)
+    num_keys = plan.held_keys.stop - plan.held_keys.start
+    dq = dq[..., : problem.q_len, :]
+    dk, dv = (d[..., :num_keys, :] for d in (dk, dv))
     d_queries.append(dq)
     d_keys.append(_summed(dk, plan))
     d_values.append(_summed(dv, plan))
@@ -118,14 +122,16 @@ def _kernel(plan: Plan) -> Any:
   dq_dtype = problem.dtype if is_all_keys else jnp.float32
 
   def of_keys(dimensions: int) -> jax.ShapeDtypeStruct:
-    shape = problem.batch, problem.kv_heads, num_keys, dimensions
+    rows = copied_rows(num_keys, dimensions)
+    shape = problem.batch, problem.kv_heads, rows, dimensions
     if is_sum:
       return jax.ShapeDtypeStruct((num_sums, *shape), jnp.float32)
     return jax.ShapeDtypeStruct(shape, problem.dtype)
 
   heads = problem.batch, problem.heads
+  rows = copied_rows(problem.q_len, problem.d_qk)
   outs = {
-    "dq": jax.ShapeDtypeStruct((*heads, problem.q_len, problem.d_qk), dq_dtype),
+    "dq": jax.ShapeDtypeStruct((*heads, rows, problem.d_qk), dq_dtype),
     "dk": of_keys(problem.d_qk),
     "dv": of_keys(problem.d_v),
     "row_values": jax.ShapeDtypeStruct((*heads, 2, problem.q_len), jnp.float32),

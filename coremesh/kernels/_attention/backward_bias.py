@@ -28,7 +28,7 @@ from coremesh.kernels._attention.call import (
   Call,
   Operands,
   Problem,
-  joined,
+  in_blocks,
   problem_of,
 )
 from coremesh.kernels._attention.masks import Span
@@ -66,14 +66,10 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
   lead = q.shape[:-3]
   chip = place.current_chip()
   bias = operands.bias
-  joint = {
-    name: joined(a, lead)
-    for name, a in (
-      *zip(("q", "k", "v", "d_out", "row_values"), arrays, strict=True),
-      *operands.given.items(),
-    )
-  }
-  num_keys = joint.pop("num_keys", None)
+  names = "q", "k", "v", "d_out", "row_values"
+  named = dict(zip(names, arrays, strict=True)) | operands.given
+  joint = {name: in_blocks(name, array, lead) for name, array in named.items()}
+  lengths = [joint.pop("num_keys")] if "num_keys" in joint else []
   plan = Plan(
     problem=problem_of(call, q, k, v, operands),
     shape=joint["bias"].shape,
@@ -90,9 +86,8 @@ def _run(call: Call, arrays, operands: Operands) -> jax.Array:
     scratch=[pltpu.VMEM(plan.block[::-1], jnp.float32)],
     name="attention_backward_bias",
   )
-  lengths = [] if num_keys is None else [num_keys.reshape(-1)]
-  d_bias = kernel(*joint.values(), *lengths)
-  full = d_bias.reshape(*own_lead, *plan.shape[1:])
+  d_bias = kernel(*joint.values(), *lengths)[:, :, : bias.shape[-2]]
+  full = d_bias.reshape(*own_lead, *d_bias.shape[1:])
   return full.sum(lost, keepdims=True).astype(bias.dtype) if lost else full
 
 

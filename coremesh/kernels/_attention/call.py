@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from coremesh import errors
 from coremesh.kernels import checks
 from coremesh.kernels._attention.blocks import Blocks
+from coremesh.kernels.blocks import with_copied_rows
 
 MOST_DIMENSIONS = 256
 
@@ -121,6 +122,23 @@ def joined(array: jax.Array, lead: Sequence[int]) -> jax.Array:
     (*lead, *array.shape[-3:]),
   )
   return array.reshape(-1, *array.shape[-3:])
+
+
+def in_blocks(name: str, array: jax.Array, lead: Sequence[int]) -> jax.Array:
+  """An array as a kernel takes it, `joined`, for copies in blocks.
+
+  Args:
+    name: of q, k, v, out, d_out, or of another that is cut along its last axis
+      only, or of one of `Operands`.
+    array, lead: as for `joined`.
+  """
+  array = joined(array, lead)
+  if name == "num_keys":
+    return array.reshape(-1)
+  is_cut = name in ("q", "k", "v", "out", "d_out") or (
+    name == "bias" and array.shape[-2] > 1
+  )
+  return with_copied_rows(array) if is_cut else array
 
 
 def checked_call(

@@ -21,7 +21,7 @@ from coremesh.kernels._attention.call import (
   Call,
   Operands,
   Problem,
-  joined,
+  in_blocks,
   problem_of,
 )
 from coremesh.kernels._attention.masks import Span
@@ -29,6 +29,7 @@ from coremesh.kernels._attention.scalars import quotient
 from coremesh.kernels._attention.tiles import Scratch, Tiles, scratch_types
 from coremesh.kernels._attention.turns import Turns
 from coremesh.kernels._attention.units import Unit, Units
+from coremesh.kernels.blocks import copied_rows
 
 
 def forward(
@@ -87,19 +88,20 @@ def _run(call, q, k, v, operands) -> list[jax.Array]:
     problem=problem, blocks=blocks, num_cores=chip.tensor_cores_per_device
   )
   heads = problem.batch, problem.heads
+  out_rows = copied_rows(problem.q_len, problem.d_v)
   kernel = launches.kernel(
     functools.partial(_body, plan),
     out=(
-      jax.ShapeDtypeStruct((*heads, problem.q_len, problem.d_v), q.dtype),
+      jax.ShapeDtypeStruct((*heads, out_rows, problem.d_v), q.dtype),
       jax.ShapeDtypeStruct((*heads, 1, problem.q_len), jnp.float32),
     ),
     scratch=scratch_types(problem, blocks)._asdict(),
     name="attention",
   )
-  arrays = [joined(a, lead) for a in (q, k, v, *operands.given.values())]
-  if "num_keys" in problem.operands:
-    arrays[-1] = arrays[-1].reshape(-1)
+  named = dict(q=q, k=k, v=v) | operands.given
+  arrays = [in_blocks(name, array, lead) for name, array in named.items()]
   out, lse = kernel(*arrays)
+  out = out[..., : problem.q_len, :]
   return [
     out.reshape(*lead, *out.shape[1:]),
     lse.reshape(*lead, problem.heads, problem.q_len),

@@ -232,10 +232,7 @@ class _Core:
     ][: 1 + plan.call.num_weights]
     x_axis, w_axis = plan.x_axes.index("k"), plan.w_axes.index("k")
     dot = functools.partial(
-      jax.lax.dot_general,
-      dimension_numbers=(((x_axis,), (w_axis,)), ((), ())),
-      precision=plan.call.precision,
-      preferred_element_type=sum_dtype(x.dtype),
+      _dot, axes=(x_axis, w_axis), precision=plan.call.precision
     )
     rows = pl.ds(0, plan.m.block)
     x_part = inside(x, x_axis, size, start=start, other=rows)
@@ -279,6 +276,27 @@ class _Core:
       self._copy_out(step, tile & 1, number).wait()
 
     blocks.loop(self.plan.num_parts(step), wait, None)
+
+
+def _dot(
+  x: jax.Array, w: jax.Array, *, axes: tuple[int, int], precision: Any
+) -> jax.Array:
+  """x [M, K] times w [K, N], either transposed where its axis of K says so.
+
+  Pallas takes a single row on the right for a vector, and then fails to lower
+  what is no float32: that row is multiplied as a tile of such rows.
+  """
+  is_vector = axes == (1, 1) and w.shape[0] == 1 and w.dtype != jnp.float32
+  if is_vector:
+    w = jnp.broadcast_to(w, (tiles.SUBLANES, w.shape[1]))
+  product = jax.lax.dot_general(
+    x,
+    w,
+    (((axes[0],), (axes[1],)), ((), ())),
+    precision=precision,
+    preferred_element_type=sum_dtype(x.dtype),
+  )
+  return product[:, :1] if is_vector else product
 
 
 def inside(

@@ -117,7 +117,7 @@ def last_axis(fold, x, *, block_bytes, chip) -> jax.Array:
   padded_strip = pl.cdiv(strip, blocks.SUBLANES) * blocks.SUBLANES
   num_strips = rows // strip
   part_columns = math.gcd(columns, _COLUMNS)
-  part_rows = _part(strip, _ROWS // 2 * (_COLUMNS // part_columns))
+  part_rows = blocks.part_size(strip, _ROWS // 2 * (_COLUMNS // part_columns))
   # Strips that are transposed together, to hide the latency of each.
   together = math.gcd(num_strips, 4)
 
@@ -338,8 +338,3 @@ def _whole_tiles(num_rows: int, dtype: Any) -> int:
 
 def _column_unit(width: int) -> int:
   return _COLUMNS if width >= _COLUMNS else blocks.LANES
-
-
-def _part(size: int, most: int) -> int:
-  """The most that divides a size, but for one that is less than a tile."""
-  return size if size < blocks.SUBLANES else math.gcd(size, most)
