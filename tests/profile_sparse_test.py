@@ -385,6 +385,13 @@ def test_a_copy_inside_hbm_reads_and_writes_it():
   assert (read.flag, write.flag) == (-1, 9)
 
 
+def test_a_semaphore_is_made_empty_before_its_first_use():
+  [_, event] = _scalar(
+    "main:\n0x0: { [sflag:$0x9] = ssyncpa.u1 $0x0  }\n"
+  ).each_event()
+  assert (event.kind, event.flag, event.amount) == ("set", 9, 0)
+
+
 def test_what_a_task_hands_over_is_what_vector_subcores_start_with():
   text = (
     "main:\n0x0: { [dreg:$0x0] = wrdreg $0xFFFFFFFF;\n"

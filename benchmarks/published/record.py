@@ -4,18 +4,28 @@ A record holds the cycles of the program for a grid of bandwidths and latencies
 of HBM, so that other constants can be tried without compiling again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.published import entries
 import coremesh as cm
 from coremesh import chips
-from coremesh.profile import dma, predict, rates
+from coremesh.compiler.compiled import Compiled
+from coremesh.profile import (
+  dma,
+  hlo,
+  interconnect,
+  overlap,
+  predict,
+  rates,
+  sparse_cores,
+)
 from coremesh.profile.details import Details
+from coremesh.profile.events import Trace
 from coremesh.profile.prediction import OperationPrediction, Prediction
 
 # Of the bandwidth of JAX's table, and seconds. What is fitted is in between.
@@ -152,7 +162,7 @@ def made(entry: entries.Entry, timeout_seconds: float) -> Record:
   return dataclasses.replace(
     record,
     **_figures(found),
-    **_grid(found, details, chips.chip(slice_name)),
+    **_grid(found, _Runs.of(compiled, found, details)),
     peak_ratio=peak / entry.peak_bytes if entry.peak_bytes else 0.0,
     trace_seconds=traced - start,
     predict_seconds=done - traced,
@@ -172,15 +182,11 @@ def _figures(found: Prediction) -> dict[str, Any]:
     "operations": sum(o.times for o in found.operations),
     "left_out": len(found.left_out),
     "offloads": sum("SparseCore" in text for text in found.left_out),
-    "num_bytes": sum(o.times * _bytes(o) for o in found.operations),
+    "num_bytes": sum(o.times * overlap.bytes_of(o) for o in found.operations),
     "cores": max((_busy_cores(o) for o in found.kernels), default=0),
     "limit": longest.limit,
     "assumed": (*found.assumed, *found.left_out)[:_MOST_TEXTS],
   }
-
-
-def _bytes(operation: OperationPrediction) -> int:
-  return sum(c.read_bytes + c.written_bytes for c in operation.cores)
 
 
 def _busy_cores(operation: OperationPrediction) -> int:
@@ -189,22 +195,52 @@ def _busy_cores(operation: OperationPrediction) -> int:
   return sum(10 * i >= max(issued) for i in issued)
 
 
-def _grid(
-  found: Prediction, details: Details, chip: chips.Chip
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Runs:
+  """What the cores of a program issue.
+
+  Attributes:
+    chip: what for.
+    traces: of each operation that has code, by its name.
+    sparse: the operations of SparseCores.
+    groups: what runs at the same time.
+  """
+
+  chip: chips.Chip
+  traces: Mapping[str, tuple[Trace, ...]]
+  sparse: frozenset[str]
+  groups: Sequence[overlap.Beside]
+
+  @classmethod
+  def of(cls, compiled: Compiled, found: Prediction, details: Details) -> Self:
+    names = [o.name for o in found.operations]
+    program = hlo.parse(compiled.text("hlo"))
+    codes = compiled.operations
+    return cls(
+      chip=predict.chip_of(compiled),
+      traces={
+        name: tuple(a.trace for a in activities)
+        for name, activities in details.activities.items()
+        if activities
+      },
+      sparse=frozenset(o.name for o in codes if "bundles" not in o.texts),
+      groups=predict.side_by_side(compiled, names, program),
+    )
+
+
+def _grid(found: Prediction, runs: _Runs) -> dict[str, Any]:
   """Cycles of all operations for each bandwidth and latency."""
-  clock_hz = rates.rates(chip).clock_hz.central
-  table = chip.hbm_bytes_per_second_per_device
+  clock_hz = rates.rates(runs.chip).clock_hz.central
+  table = runs.chip.hbm_bytes_per_second_per_device
   cycles = tuple(
     tuple(
       _cycles(
         found,
-        details,
+        runs,
         dma.Hbm(
           bytes_per_cycle=share * table / clock_hz,
           latency_cycles=latency * clock_hz,
         ),
-        table,
       )
       for latency in LATENCIES_SECONDS
     )
@@ -217,25 +253,44 @@ def _grid(
   }
 
 
-def _cycles(
-  found: Prediction, details: Details, hbm: dma.Hbm, table: float
-) -> float:
-  """Cycles of all operations; `table` is JAX's bandwidth."""
+def _cycles(found: Prediction, runs: _Runs, hbm: dma.Hbm) -> float:
+  """Cycles of all operations."""
   of_code: dict[int, float] = {}
   for operation in found.operations:
-    activities = details.activities.get(operation.name, ())
-    if activities:
-      traces = [a.trace for a in activities]
-      through = max(t.cycles for t in dma.timings(traces, hbm))
-      floor = _bytes(operation) / hbm.bytes_per_cycle
+    if traces := runs.traces.get(operation.name):
+      is_sparse = operation.name in runs.sparse
+      through = _through(traces, is_sparse, runs.chip, hbm)
+      floor = overlap.bytes_of(operation) / hbm.bytes_per_cycle
       of_code[id(operation.cores)] = max(through, floor)
-  total = 0.0
-  for operation in found.operations:
-    # What shares the code of another shares its cores too; what has none is a
-    # copy, whose bytes are known from what they take at the least.
-    cycles = of_code.get(id(operation.cores))
-    if cycles is None:
-      num_bytes = operation.floor_microseconds * 1e-6 * table
-      cycles = num_bytes / hbm.bytes_per_cycle + hbm.latency_cycles
-    total += operation.times * cycles
-  return total
+  cycles = {
+    # What shares the code of another shares its cores too.
+    o.name: of_code.get(id(o.cores)) or _copied(o, runs.chip, hbm)
+    for o in found.operations
+  }
+  num_bytes = {o.name: overlap.bytes_of(o) for o in found.operations}
+  rate = hbm.bytes_per_cycle
+  twice = sum(
+    overlap.hidden(g, cycles, num_bytes=num_bytes, bytes_per_time=rate)
+    for g in runs.groups
+  )
+  return sum(o.times * cycles[o.name] for o in found.operations) - twice
+
+
+def _copied(
+  operation: OperationPrediction, chip: chips.Chip, hbm: dma.Hbm
+) -> float:
+  """A copy, whose bytes are known from what they take at the least."""
+  table = chip.hbm_bytes_per_second_per_device
+  num_bytes = operation.floor_microseconds * 1e-6 * table
+  return num_bytes / hbm.bytes_per_cycle + hbm.latency_cycles
+
+
+def _through(
+  traces: Sequence[Trace], is_sparse: bool, chip: chips.Chip, hbm: dma.Hbm
+) -> float:
+  """When the last core of an operation has ended."""
+  if not is_sparse:
+    return max(t.cycles for t in dma.timings(traces, hbm))
+  seen = sparse_cores.hbm(chip, hbm)
+  links = interconnect.links(chip, rates.rates(chip), "central")
+  return max(t.cycles for t in dma.timings(traces, seen, links=links))

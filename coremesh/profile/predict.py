@@ -16,6 +16,8 @@ from coremesh.profile import (
   around,
   hlo,
   loops,
+  overlap,
+  rates,
   sparse_cores,
   summary,
   tensor_cores,
@@ -127,11 +129,37 @@ def of_compiled(
   copies, others = around.of_program(
     program, compiled, predicted, chip=device, counts=counts
   )
+  operations = (*copies, *predicted)
   return Prediction(
     chip=compiled.chip,
-    operations=(*copies, *predicted),
+    operations=operations,
     left_out=(*left_out, *others),
+    overlap_microseconds=overlap.microseconds(
+      side_by_side(compiled, [o.name for o in operations], program),
+      operations,
+      rates.rates(device),
+    ),
     predict_seconds=time.perf_counter() - start,
+  )
+
+
+def side_by_side(
+  compiled: Compiled,
+  predicted: Sequence[str],
+  program: Mapping[str, hlo.Instruction],
+) -> list[overlap.Beside]:
+  """What SparseCores and TensorCores of a program do at the same time.
+
+  Args:
+    compiled: the program.
+    predicted: the operations of which the time is known.
+    program: its HLO.
+  """
+  sparse = {o.name for o in compiled.operations if "bundles" not in o.texts}
+  return overlap.groups(
+    program,
+    [name for name in predicted if name in sparse],
+    [name for name in predicted if name not in sparse],
   )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich import box, console, table
 
+from coremesh.profile.rates import Spread
+
 _WIDTH = 100
 _MOST_CORES = 4
 
@@ -137,6 +139,8 @@ class Prediction:
     chip: what for.
     operations: kernels and operations of XLA's, in the order of their code.
     left_out: what of the program is not in it, in words.
+    overlap_microseconds: for how long SparseCores work beside TensorCores,
+      which the sum of all operations counts twice.
     predict_seconds: how long the prediction took, on this machine.
   """
 
@@ -144,6 +148,7 @@ class Prediction:
   operations: tuple[OperationPrediction, ...]
   left_out: tuple[str, ...]
   predict_seconds: float
+  overlap_microseconds: Spread = Spread(fast=0.0, central=0.0, slow=0.0)
 
   @property
   def kernels(self) -> tuple[OperationPrediction, ...]:
@@ -152,12 +157,16 @@ class Prediction:
 
   @property
   def microseconds(self) -> Estimate:
-    """All operations one after the other, without what is left out."""
+    """All operations, without what is left out.
+
+    They run one after the other, but for `overlap_microseconds`.
+    """
     parts = [(o.times, o.microseconds) for o in self.operations]
+    twice = self.overlap_microseconds
     return Estimate(
-      low=sum(n * t.low for n, t in parts),
-      central=sum(n * t.central for n, t in parts),
-      high=sum(n * t.high for n, t in parts),
+      low=sum(n * t.low for n, t in parts) - twice.fast,
+      central=sum(n * t.central for n, t in parts) - twice.central,
+      high=sum(n * t.high for n, t in parts) - twice.slow,
     )
 
   @property
@@ -198,6 +207,11 @@ def render(prediction: Prediction) -> str:
     highlight=False,
   )
   out.print(_operations(prediction))
+  if beside := prediction.overlap_microseconds.central:
+    out.print(
+      f"SparseCores work beside TensorCores for {_short(beside)} µs of it.",
+      highlight=False,
+    )
   for operation in prediction.operations:
     if operation.cores:
       out.print(_shares(operation))

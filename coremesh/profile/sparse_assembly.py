@@ -70,6 +70,7 @@ _RENAMED = {
   "swait.eq": "dma.done.wait",
   "ssyncadd.s32": "vsyncadd",
   "ssyncset.s32": "vsyncset",
+  "ssyncpa.u1": "vsyncpa",
   "sbarrier.arrive": "meet",
   "sfence.stream.hbm": "fence",
   "sld": "sld",

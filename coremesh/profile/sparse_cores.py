@@ -74,7 +74,7 @@ def timed(
   timings = {
     which: dma.timings(
       traces,
-      _hbm(chip, rate, which),
+      hbm(chip, rate.hbm(which)),
       log if which == "central" else None,
       links=links(which),
     )
@@ -202,14 +202,19 @@ def _sends_far(traces: Sequence[Trace]) -> bool:
   return any(to.way != "core" for trace in traces for to in trace.targets())
 
 
-def _hbm(chip: chips.Chip, rate: rates.Rates, which: str) -> dma.Hbm:
-  """HBM, of which each vector subcore can take so much."""
+def hbm(chip: chips.Chip, shared: dma.Hbm) -> dma.Hbm:
+  """HBM as subcores see it: each vector subcore can take only so much.
+
+  Args:
+    chip: whose SparseCores.
+    shared: the HBM of a device.
+  """
   scalar_subcores = (
     sparse_addresses.core_number(group, SCALAR, chip)
     for group in range(chip.sparse_cores_per_device)
   )
   return dataclasses.replace(
-    rate.hbm(which),
+    shared,
     core_bytes_per_cycle=chip.sparse_core_dma_granule_bytes,
     free_cores=frozenset(scalar_subcores),
   )
