@@ -135,6 +135,32 @@ def test_no_elements_are_no_error(name, shape):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("value", [None, 1.5, [[1.0]]])
+def test_what_is_no_array_is_refused_by_name(value):
+  x = jnp.ones((2, 3, 3))
+  sizes = jnp.ones(1, jnp.int32)
+  calls = {
+    "x of matmul": lambda: kernels.matmul(value, x),
+    r"w\[1\] of matmul": lambda: kernels.matmul(x, (x, value)),
+    r"operands\[0\] of matmul": lambda: kernels.matmul(x, x, value),
+    "k of attention": lambda: kernels.attention(x, value, x),
+    "x must": lambda: kernels.grouped_matmul(value, x, sizes),
+    "d must": lambda: kernels.grouped_weight_gradient(x[0], value, sizes),
+  }
+  for words, call in calls.items():
+    with pytest.raises(cm.DTypeError, match=f"{words}.* an array; got"):
+      call()
+  for kernel, _, _ in _KERNELS.values():
+    with pytest.raises(cm.DTypeError, match="must be an array; got"):
+      kernel(value)
+
+
+@pytest.mark.parametrize("epsilon", [None, "a", -1.0, float("nan")])
+def test_epsilon_is_a_number(epsilon):
+  with pytest.raises(cm.ShapeError, match="epsilon must be a number"):
+    kernels.layer_norm(jnp.ones((2, 3)), epsilon=epsilon)
+
+
 @_EACH
 def test_64_bits_are_refused(name):
   with jax.enable_x64(True):

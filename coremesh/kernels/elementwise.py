@@ -56,6 +56,7 @@ def elementwise(
   checks.is_block_size(block_bytes)
   if not arrays:
     raise errors.ShapeError("elementwise needs at least one array; got none.")
+  checks.is_array("arrays[0]", arrays[0])
   shape = arrays[0].shape
   for i, array in enumerate(arrays):
     checks.has_shape(f"arrays[{i}]", array, shape)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat, place
-from coremesh.kernels import costs
+from coremesh.kernels import checks, costs
 from coremesh.kernels._grouped import body as grouped_matmul_body
 from coremesh.kernels._grouped.blocks import GroupedProduct
-from coremesh.kernels._grouped.call import Call, check, even_case
+from coremesh.kernels._grouped.call import Call, as_sizes, check, even_case
 from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
@@ -100,8 +100,9 @@ def grouped_matmul(
   Example:
     y = kernels.grouped_matmul(x, w, jnp.array([8, 0, 120], jnp.int32))
   """
+  checks.is_array("x", x)
   weights = as_weights(w)
-  group_sizes = jnp.asarray(group_sizes)
+  group_sizes = as_sizes(group_sizes)
   call = Call(
     epilogue=epilogue,
     out_dtype=jnp.dtype(out_dtype or default_out_dtype(x)),

@@ -12,7 +12,7 @@ from coremesh import _compat, errors, place
 from coremesh.kernels import costs
 from coremesh.kernels._grouped import gradient_body
 from coremesh.kernels._grouped.blocks import GroupedProduct
-from coremesh.kernels._grouped.call import check_gradient, even_case
+from coremesh.kernels._grouped.call import as_sizes, check_gradient, even_case
 from coremesh.kernels._grouped.launch import (
   blocks_of,
   kernel,
@@ -77,7 +77,7 @@ def grouped_weight_gradient(
   Raises:
     ShapeError, DTypeError: as `grouped_matmul`.
   """
-  group_sizes = jnp.asarray(group_sizes)
+  group_sizes = as_sizes(group_sizes)
   check_gradient(x, d, group_sizes)
   group_sizes, x, d = _compat.varying_together((group_sizes, x, d))
   dtype = jnp.dtype(out_dtype or default_out_dtype(x))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
-from coremesh.kernels import costs
+from coremesh.kernels import checks, costs
 from coremesh.kernels._matmul import launch
 from coremesh.kernels._matmul.blocks import Blocks
 from coremesh.kernels._matmul.call import (
@@ -98,6 +98,7 @@ def matmul(
 
     y = kernels.matmul(x, w, bias, epilogue=gelu)
   """
+  checks.is_array("x of matmul", x)
   weights = as_weights(w)
   call = Call(
     epilogue=epilogue,

@@ -231,16 +231,28 @@ def _call(x, scale, offset, epsilon, block_bytes, *, is_centred) -> jax.Array:
   for name, vector in vectors.items():
     checks.dtype_is_one_of(name, vector)
     checks.has_shape(name, vector, x.shape[-1:])
-  if not epsilon >= 0:
-    raise errors.ShapeError(f"epsilon must be at least 0; got {epsilon!r}.")
+  epsilon = _checked_epsilon(epsilon)
   norm = _Norm(
     is_centred=is_centred,
     has_scale=scale is not None,
     has_offset=offset is not None,
-    epsilon=float(epsilon),
+    epsilon=epsilon,
     block_bytes=block_bytes,
   )
   return _norm(norm, *_compat.varying_together([x, *vectors.values()]))
+
+
+def _checked_epsilon(epsilon: Any) -> float:
+  try:
+    number = float(epsilon)
+  except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+    number = -1.0
+  if not number >= 0:
+    raise errors.ShapeError(
+      "epsilon must be a number of at least 0 that is known when the kernel is"
+      f" traced; got {epsilon!r}."
+    )
+  return number
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -194,6 +194,7 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
     ShapeError, DTypeError: they do not; see `kernels.attention`.
   """
   for name, array in (("q", q), ("k", k), ("v", v)):
+    checks.is_array(f"{name} of attention", array)
     if array.ndim < 3:
       raise errors.ShapeError(
         f"{name} of attention must be [..., heads, length, dimensions]; got"

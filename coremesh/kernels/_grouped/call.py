@@ -57,6 +57,7 @@ def check(call: Call, x, weights: Sequence[Any], group_sizes) -> None:
   shape = "[groups, N, K]" if call.transpose_w else "[groups, K, N]"
   for i, w in enumerate(weights):
     label = f"w[{i}]" if len(weights) > 1 else "w"
+    checks.is_array(label, w)
     if w.ndim != 3:
       raise errors.ShapeError(
         f"{label} must be {shape}; got shape {w.shape}. Add an axis of size 1"
@@ -81,12 +82,24 @@ def check(call: Call, x, weights: Sequence[Any], group_sizes) -> None:
   check_sizes(group_sizes, rows=x.shape[0], num_groups=weights[0].shape[0])
 
 
+def as_sizes(group_sizes: Any) -> jax.Array:
+  """The sizes of groups, which may be given as a list, as an array.
+
+  Raises:
+    DTypeError: there are none.
+  """
+  if group_sizes is None:
+    checks.is_array("group_sizes", group_sizes)
+  return jnp.asarray(group_sizes)
+
+
 def check_matrix(label: str, array: Any, shape: str) -> None:
   """Checks an operand that lies in rows.
 
   Raises:
     ShapeError, DTypeError: it has not two axes, or its dtype has no product.
   """
+  checks.is_array(label, array)
   if array.ndim != 2:
     raise errors.ShapeError(
       f"{label} must be {shape}; got shape {array.shape}. Join its leading axes"

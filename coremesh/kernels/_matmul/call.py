@@ -75,6 +75,7 @@ def check(call: Call, x, weights, operands) -> None:
     ("x", x),
     *((f"w[{i}]", w) for i, w in enumerate(weights)),
   ):
+    checks.is_array(f"{label} of matmul", array)
     if array.ndim < 2:
       raise errors.ShapeError(
         f"{label} of matmul must have at least 2 axes; got shape {array.shape}."
