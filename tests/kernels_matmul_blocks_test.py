@@ -115,3 +115,16 @@ def test_what_is_tabulated_is_found_by_the_launch():
   assert product.transpose_x
   assert product.transpose_w
   assert product.row_tile == 128
+
+
+def test_an_epilogue_leaves_room_for_what_is_spilled_of_it():
+  chip = cm.chip("v5p:2x2x1")
+  bare = Product(batch=1, rows=8192, columns=8192, inner=8192)
+  fused = dataclasses.replace(bare, has_epilogue=True)
+  block = Blocks(rows=2048, columns=1024, inner=1024)
+  assert matmul_blocks.fits(bare, block, chip)
+  assert not matmul_blocks.fits(fused, block, chip)
+  assert matmul_blocks.fits(fused, dataclasses.replace(block, part=256), chip)
+  most = chip.vmem_bytes_per_tensor_core
+  limit = matmul_blocks.vmem_limit_bytes
+  assert limit(1 << 20, chip, has_epilogue=True) == most > limit(1 << 20, chip)

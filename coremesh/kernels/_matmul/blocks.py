@@ -21,6 +21,9 @@ _PART_CYCLES = 225
 _STEP_CYCLES = 60
 # The rest of VMEM is for what the compiler spills.
 VMEM_SHARE = 0.8
+# What it spills of an epilogue, for each element of a part of the output: what
+# is on the way from the sums to the output, which takes the units turns.
+_EPILOGUE_BYTES = 6 * 4
 _SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -82,6 +85,7 @@ class Product:
     num_weights: products that share x.
     dtype, out_dtype: names of the dtypes of x and w, and of the output.
     transpose_x, transpose_w: whether x and w have their last axes swapped.
+    has_epilogue: whether something is done to the sums.
     operand_bytes: of an element of all operands of the epilogue that are as
       large as the output.
   """
@@ -95,6 +99,7 @@ class Product:
   out_dtype: str = "bfloat16"
   transpose_x: bool = False
   transpose_w: bool = False
+  has_epilogue: bool = False
   operand_bytes: int = 0
 
   @property
@@ -123,9 +128,16 @@ def vmem_bytes(product: Product, blocks: Blocks) -> int:
   return 2 * (inputs * p.in_bytes + outputs * block) + sums
 
 
-def vmem_limit_bytes(needed_bytes: int, chip: chips.Chip) -> int:
-  """The limit to ask of the compiler: what is needed, and what it spills."""
+def vmem_limit_bytes(
+  needed_bytes: int, chip: chips.Chip, *, has_epilogue: bool = False
+) -> int:
+  """The limit to ask of the compiler: what is needed, and what it spills.
+
+  How much that is of an epilogue, which may be anybody's, only it can tell.
+  """
   most = chip.vmem_bytes_per_tensor_core
+  if has_epilogue:
+    return most
   return min(most, max(needed_bytes + most // 5, most // 4))
 
 
@@ -175,8 +187,10 @@ def fits(product: Product, blocks: Blocks, chip: chips.Chip) -> bool:
   """Whether VMEM holds blocks, and tiles allow their rows."""
   if blocks.rows < product.rows and blocks.rows % product.row_tile:
     return False
-  budget = VMEM_SHARE * chip.vmem_bytes_per_tensor_core
-  return vmem_bytes(product, blocks) <= budget
+  needed = vmem_bytes(product, blocks)
+  if product.has_epilogue:
+    needed += _EPILOGUE_BYTES * blocks.rows * blocks.columns_at_a_time
+  return needed <= VMEM_SHARE * chip.vmem_bytes_per_tensor_core
 
 
 def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:

@@ -113,6 +113,7 @@ def _product(
     out_dtype=jnp.dtype(call.out_dtype).name,
     transpose_x=call.transpose_x,
     transpose_w=call.transpose_w,
+    has_epilogue=call.epilogue is not None,
     operand_bytes=sum(o.dtype.itemsize for o in full),
   )
 
@@ -131,7 +132,9 @@ def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
     out=out,
     scratch=body.scratch(plan, x, weights[0], operands, out),
     compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=matmul_blocks.vmem_limit_bytes(needed, chip)
+      vmem_limit_bytes=matmul_blocks.vmem_limit_bytes(
+        needed, chip, has_epilogue=product.has_epilogue
+      )
     ),
     num_links=0,
     name="matmul",
