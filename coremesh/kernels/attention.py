@@ -274,6 +274,8 @@ SPEC = KernelSpec(
     "16x16384 causal": _case(1, 16, 16384, 128, is_causal=True),
     "4x16x4096 causal": _case(4, 16, 4096, 128, is_causal=True),
     "2x32/8x8192 causal": _case(2, 32, 8192, 128, kv_heads=8, is_causal=True),
+    "4x32/8x2048 causal": _case(4, 32, 2048, 128, kv_heads=8, is_causal=True),
+    "32/8x32768 causal": _case(1, 32, 32768, 128, kv_heads=8, is_causal=True),
     "16x8192 window 1024": _case(
       1, 16, 8192, 128, is_causal=True, window=(1023, 0)
     ),
