@@ -213,19 +213,37 @@ def test_a_block_over_the_end_of_an_array_may_be_read(slices):
   np.testing.assert_array_equal(y, _X + 1)
 
 
+def _pipelined(x_hbm, o_hbm):
+  """The same by a pipeline of the kernel's own."""
+
+  def step(x_vmem, o_vmem):
+    for i in range(0, 24, 8):
+      o_vmem[pl.ds(i, 8)] = x_vmem[pl.ds(i, 8)] + 1
+
+  block = pl.BlockSpec((24, 128), lambda i: (i, 0))
+  pltpu.emit_pipeline(step, grid=(2,), in_specs=[block], out_specs=[block])(
+    x_hbm, o_hbm
+  )
+
+
 def test_a_pipelines_block_over_the_end_of_an_array_may_be_read():
-  def body(x_hbm, o_hbm):
-    def step(x_vmem, o_vmem):
-      for i in range(0, 24, 8):
-        o_vmem[pl.ds(i, 8)] = x_vmem[pl.ds(i, 8)] + 1
-
-    block = pl.BlockSpec((24, 128), lambda i: (i, 0))
-    pltpu.emit_pipeline(step, grid=(2,), in_specs=[block], out_specs=[block])(
-      x_hbm, o_hbm
-    )
-
-  made = _made(body, out=jax.ShapeDtypeStruct(_X.shape, np.float32))
+  made = _made(_pipelined, out=jax.ShapeDtypeStruct(_X.shape, np.float32))
   _check(made, False, _X + 1)
+
+
+def test_a_pipelines_block_may_be_read_in_a_backward_pass_too():
+  mesh = cm.chip().tensor_cores("core", 1)
+  backward = cm.kernel(_pipelined, mesh=mesh, out=cm.like(0))
+
+  @jax.custom_vjp
+  def forward(x):
+    return x
+
+  forward.defvjp(lambda x: (x, None), lambda _, d: (backward(d),))
+  with cm.simulation() as run:
+    _, pull = jax.vjp(forward, jnp.asarray(_X))
+    np.testing.assert_array_equal(pull(jnp.asarray(_X))[0], _X + 1)
+  assert len(run.runs) == 1
 
 
 @_RIGHT_OR_WRONG

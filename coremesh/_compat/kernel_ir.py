@@ -169,8 +169,19 @@ def source_line(eqn: Any) -> str:
   return ""
 
 
+# The scopes that JAX's pipelines name about their own copies, and their starts.
+_PIPELINE_SCOPES = "ep_initialize_", "ep_copy_in", "ep_copy_out"
+
+
 def is_of_pipeline(eqn: Any) -> bool:
-  """Whether JAX's pipelines wrote an equation, and not the body of one."""
+  """Whether JAX's pipelines wrote a copy, and not the body of one.
+
+  In the backward pass of a `jax.custom_vjp` the traceback is that of the
+  forward pass: there the scope tells, which a pipeline may leave out.
+  """
+  scopes = str(eqn.source_info.name_stack).split("/")
+  if scopes[-1].startswith(_PIPELINE_SCOPES):
+    return True
   traceback = eqn.source_info.traceback
   for frame in traceback.frames if traceback else ():  # The innermost first.
     if frame.file_name == _pipeline.__file__:
