@@ -453,6 +453,19 @@ def test_what_is_turned_for_its_layout_is_the_same_product():
   _check_product(y, w, x)
 
 
+@pytest.mark.parametrize("part", [None, 128])
+def test_the_output_leaves_in_strips_of_rows(part):
+  x, w = _normal((1024, 200)), _normal((200, 300), seed=1)
+  blocks = Blocks(rows=512, columns=256, inner=128, part=part)
+  _check_product(matmul(x, w, blocks=blocks), x, w)
+  turned = matmul(x.T, w, transpose_x=True, blocks=blocks)
+  _check_product(turned, x, w)
+  # 1000 rows are no whole number of strips; with an epilogue there is one.
+  _check_product(matmul(x[:1000], w, blocks=blocks), x[:1000], w)
+  twice = matmul(x, w, epilogue=lambda total: 2 * total, blocks=blocks)
+  _check_product(twice, 2 * x, w)
+
+
 def test_one_core_and_a_block_of_all_rows_on_the_lanes():
   chip = cm.chip("v6e:1x1")
   mesh = chip.device_mesh("device", on="simulator")

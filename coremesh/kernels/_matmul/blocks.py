@@ -19,6 +19,8 @@ _LATENCY_SECONDS = 0.76e-6
 _PART_CYCLES = 225
 # Cycles between two steps in which nothing is multiplied.
 _STEP_CYCLES = 60
+# Fewer rows would leave the matrix units idle between two strips.
+_STRIP_ROWS = 256
 # The rest of VMEM is for what the compiler spills.
 VMEM_SHARE = 0.8
 # What it spills of an epilogue, for each element of a part of the output: what
@@ -232,7 +234,8 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   )
   chunks = first_chunks(product, blocks, chip)
   ends = 2 * _LATENCY_SECONDS
-  ends += loaded / depth * chunks[0] / per_second + stored / parts / per_second
+  last = stored / parts / num_strips(product, blocks)
+  ends += (loaded / depth * chunks[0] + last) / per_second
   ends += (len(chunks) - 1) * parts * _PART_CYCLES / clock
   return outer * inner * max(in_step / clock, copied) + ends
 
@@ -262,6 +265,19 @@ def first_chunks(
     arriving = int(size * growth) // tiles.LANES * tiles.LANES
     size = max(size + tiles.LANES, arriving)
   return tuple(chunks)
+
+
+def num_strips(product: Product, blocks: Blocks) -> int:
+  """Strips of rows in which a part of the output leaves for HBM.
+
+  One, if the last would lie beyond the arrays; and with an epilogue, which is
+  in the shadow of the products of its own strip only.
+  """
+  p, b = product, blocks
+  count = b.rows // _STRIP_ROWS
+  if p.has_epilogue or p.rows % b.rows or count < 2:
+    return 1
+  return count if b.rows % (count * p.row_tile) == 0 else 1
 
 
 def _product_cycles(

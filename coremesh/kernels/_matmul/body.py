@@ -21,7 +21,7 @@ from coremesh.kernels._matmul.windows import Part, Window
 def scratch(plan: Plan, x: Any, w: Any, operands: Sequence[Any], out: Any):
   """The scratch of `product`, from its arrays."""
   window = functools.partial(Window.scratch, plan)
-  num_parts = -(-plan.n.block // plan.columns)
+  num_parts = -(-plan.n.block // plan.columns) * plan.num_strips
   sums = pltpu.VMEM((plan.m.block, plan.n.block), sum_dtype(x.dtype))
   num_weights = plan.call.num_weights
   return [
@@ -131,7 +131,7 @@ class _Core:
     for number, length in enumerate(self.plan.chunks):
       part = None
       if last:
-        part = Part(number=number, axis="k", start=start, length=length)
+        part = Part(number=number, at={"k": pl.ds(start, length)})
       copies = [
         window.copy_in(place.step, slot, part if "k" in window.axes else None)
         for window, slot in zip(self.inputs, place.slots, strict=True)
@@ -203,20 +203,22 @@ class _Core:
       begins: whether it is the first part of K: the sums are not read.
       ends: whether it is the last: the sums are not written.
     """
+    strips = self.plan.strips if ends else [pl.ds(0, self.plan.m.block)]
 
     def part(number, _):
       columns = self.plan.part(number)
-      totals = self._products(place, start, size, columns)
-      if not begins:
-        totals = [
-          total[:, columns] + more
-          for total, more in zip(self.sums, totals, strict=True)
-        ]
-      if ends:
-        self._finish(place, number, totals)
-      else:
-        for total, value in zip(self.sums, totals, strict=True):
-          total[:, columns] = value
+      for strip, rows in enumerate(strips):
+        totals = self._products(place, start, size, rows, columns)
+        if not begins:
+          totals = [
+            total[rows, columns] + more
+            for total, more in zip(self.sums, totals, strict=True)
+          ]
+        if ends:
+          self._finish(place, number, strip, totals)
+        else:
+          for total, value in zip(self.sums, totals, strict=True):
+            total[rows, columns] = value
 
     blocks.loop(self.plan.num_parts(place.step), part, None)
     if ends:
@@ -224,7 +226,7 @@ class _Core:
         lambda: self._await_out(place.before, place.tile - 1)
       )
 
-  def _products(self, place, start, size, columns) -> list[jax.Array]:
+  def _products(self, place, start, size, rows, columns) -> list[jax.Array]:
     plan = self.plan
     x, *weights = [
       window.vmem.at[slot]
@@ -234,16 +236,16 @@ class _Core:
     dot = functools.partial(
       _dot, axes=(x_axis, w_axis), precision=plan.call.precision
     )
-    rows = pl.ds(0, plan.m.block)
     x_part = inside(x, x_axis, size, start=start, other=rows)
     return [
       dot(x_part, inside(w, w_axis, size, start=start, other=columns))
       for w in weights
     ]
 
-  def _finish(self, place, number, totals) -> None:
+  def _finish(self, place, number, strip, totals) -> None:
     """The epilogue of a part of the output, and the start of its copy."""
     columns, epilogue = self.plan.part(number), self.plan.call.epilogue
+    rows = self.plan.strips[strip]
     if epilogue is not None:
       count = 1 + self.plan.call.num_weights
       operands = [
@@ -256,16 +258,16 @@ class _Core:
       ]
       totals = [epilogue(*totals, *operands)]
     slot = place.tile & 1
-    out = self.out.vmem.at[slot, :, columns]
+    out = self.out.vmem.at[slot, rows, columns]
     out[...] = jnp.broadcast_to(totals[0], out.shape).astype(out.dtype)
-    self._copy_out(place.step, slot, number).start()
+    self._copy_out(place.step, slot, number, strip).start()
 
-  def _copy_out(self, step: Indices, slot: Any, number: Any) -> Any:
-    part = None
-    if self.plan.has_parts:
-      columns = self.plan.part(number)
+  def _copy_out(self, step: Indices, slot: Any, number: Any, strip: int) -> Any:
+    plan, part = self.plan, None
+    if plan.has_parts:
       part = Part(
-        number=number, axis="n", start=columns.start, length=columns.size
+        number=number * plan.num_strips + strip,
+        at={"m": plan.strips[strip], "n": plan.part(number)},
       )
     return self.out.copy_out(step, slot, part)
 
@@ -273,7 +275,8 @@ class _Core:
     """Waits for a block of the output to be in HBM."""
 
     def wait(number, _):
-      self._copy_out(step, tile & 1, number).wait()
+      for strip in range(self.plan.num_strips):
+        self._copy_out(step, tile & 1, number, strip).wait()
 
     blocks.loop(self.plan.num_parts(step), wait, None)
 

@@ -155,6 +155,7 @@ def _plan(
     n=_axis(product.columns, blocks.columns, tiles.LANES, num_parts),
     k=_axis(product.inner, blocks.inner, tiles.LANES, len(chunks)),
     columns=columns,
+    num_strips=matmul_blocks.num_strips(product, blocks),
     chunks=chunks,
     split="m" if blocks.split == "rows" else "n",
     num_cores=chip.tensor_cores_per_device,

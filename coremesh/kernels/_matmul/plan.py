@@ -57,6 +57,8 @@ class Plan:
     batch: sizes of the leading axes of the output.
     m, n, k: the other axes.
     columns: of a block of the output, those that are computed at a time.
+    num_strips: strips of rows of these, each of which leaves for HBM while the
+      next is multiplied.
     chunks: parts of the first block along K, which is multiplied as it comes.
     split: the axis that the cores share, "m" or "n".
     num_cores: that share it.
@@ -68,6 +70,7 @@ class Plan:
   n: Axis
   k: Axis
   columns: int
+  num_strips: int
   chunks: tuple[int, ...]
   split: str
   num_cores: int
@@ -89,7 +92,13 @@ class Plan:
   @property
   def has_parts(self) -> bool:
     """Whether a block of the output is computed part by part."""
-    return self.columns < self.n.block
+    return self.columns < self.n.block or self.num_strips > 1
+
+  @property
+  def strips(self) -> Sequence[Any]:
+    """The rows of each strip."""
+    height = self.m.block // self.num_strips
+    return [pl.ds(i * height, height) for i in range(self.num_strips)]
 
   @property
   def has_sums(self) -> bool:
@@ -108,7 +117,7 @@ class Plan:
 
   def part(self, number: Any) -> Any:
     """The columns of a part of a block of the output."""
-    if not self.has_parts:
+    if self.columns >= self.n.block:
       return pl.ds(0, self.n.block)
     start = number * np.int32(self.columns)
     return pl.ds(pl.multiple_of(start, self.columns), self.columns)

@@ -1,5 +1,6 @@
 """Blocks of an array of a matrix product, and their copies to and from VMEM."""
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -21,14 +22,12 @@ class Part:
 
   Attributes:
     number: of its semaphore.
-    axis: along which it is a part: "n" or "k".
-    start, length: where it is in the block.
+    at: where it is in the block, a `pl.ds` for each of the axes "m", "n" and
+      "k" of which it is not all.
   """
 
   number: Any
-  axis: str
-  start: Any
-  length: int
+  at: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +108,9 @@ class Window:
       if position == -2:
         tile = tiles.tile_rows(self.hbm.shape[-2], self.hbm.dtype)
       start, length = 0, axis.block
-      if part is not None and part.axis == self.axes[position]:
-        start, length = part.start, part.length
+      if part is not None and self.axes[position] in part.at:
+        along = part.at[self.axes[position]]
+        start, length = along.start, along.size
       first = block[position] * np.int32(axis.block) + start
       if axis.num_blocks > 1 or length < axis.block:
         first = pl.multiple_of(first, tile)
