@@ -107,7 +107,16 @@ def test_no_results_are_no_kernel():
   [
     (jnp.add, (), "elementwise needs at least one array"),
     (jnp.add, (jnp.ones(3), jnp.ones(1)), r"arrays\[1\] must have shape \(3,"),
-    (jnp.sum, (jnp.ones(3),), r"The result of fn must have shape \(3,\); got "),
+    (
+      jnp.sum,
+      (jnp.ones(3),),
+      "fn of elementwise .* with reduce_sum, which mix",
+    ),
+    (
+      lambda x: x[None],
+      (jnp.ones(3),),
+      r"The result of fn must have shape \(3,\); got \(1, 3\)",
+    ),
     (jnp.isnan, (jnp.ones(3),), "The result of fn must hold numbers of at mo"),
     (jnp.sin, (jnp.ones(3, jnp.bool_),), r"arrays\[0\] must hold numbers of "),
   ],

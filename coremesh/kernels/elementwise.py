@@ -11,7 +11,7 @@ from jax.extend import core as jex_core
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, launch, place
-from coremesh.kernels import batching, blocks, checks, costs
+from coremesh.kernels import batching, blocks, checks, costs, pointwise
 from coremesh.pipelines import blocks as specs
 from coremesh.pipelines import emit
 
@@ -48,7 +48,8 @@ def elementwise(
     What `fn` does. Its gradient is `jax.vjp` of `fn`, in such a kernel.
 
   Raises:
-    ShapeError: no array, or not all of one shape, or a result of another.
+    ShapeError: no array, or not all of one shape, or a result of another; a
+      function that mixes elements or holds an array.
     DTypeError: an array or a result of bool, or of more than 32 bits.
 
   Source: the vector addition of the Pallas documentation, "Pallas Quickstart".
@@ -74,7 +75,7 @@ def _out_types(fn, arrays) -> Any:
   """What `fn` makes of the arrays, checked."""
   shape = arrays[0].shape
   types = [jax.ShapeDtypeStruct(shape, a.dtype) for a in arrays]
-  out = jax.eval_shape(fn, *types)
+  out = pointwise.traced("fn of elementwise", fn, *types)
   for path, leaf in jax.tree_util.tree_leaves_with_path(out):
     where = f"The result{jax.tree_util.keystr(path)} of fn"
     checks.has_shape(where, leaf, shape)

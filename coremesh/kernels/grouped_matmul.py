@@ -94,7 +94,8 @@ def grouped_matmul(
 
   Raises:
     ShapeError: shapes that do not fit each other; sizes that are known and
-      negative or sum to more than the rows; more groups than SMEM holds.
+      negative or sum to more than the rows; more groups than SMEM holds; an
+      epilogue as `matmul` refuses it.
     DTypeError: dtypes that differ, or that are not those above.
 
   Example:

@@ -89,7 +89,8 @@ def matmul(
     [..., M, N] of `out_dtype`.
 
   Raises:
-    ShapeError: shapes that do not fit each other.
+    ShapeError: shapes that do not fit each other; an epilogue that takes other
+      arguments, mixes elements, makes another shape or closes over an array.
     DTypeError: dtypes that differ, or that are not those above.
 
   Example:
@@ -147,7 +148,7 @@ def _matmul(call: Call, *arrays: jax.Array) -> jax.Array:
 
 
 def _forward(call, *arrays):
-  return _in_one_launch(call, *arrays), arrays
+  return _matmul(call, *arrays), arrays  # So that it has a derivative too.
 
 
 def _backward(call, arrays, gradient):
@@ -194,7 +195,8 @@ def _input_gradient(call, d, x, w) -> jax.Array:
 def _weight_gradient(call, d, x, w) -> jax.Array:
   options = dict(precision=call.precision, out_dtype=w.dtype)
   if w.ndim == 2 and not call.transpose_x:
-    x, d = (a.reshape(-1, a.shape[-1]) for a in (x, d))
+    rows = math.prod(x.shape[:-1])  # -1 would be any, of no elements.
+    x, d = (a.reshape(rows, a.shape[-1]) for a in (x, d))
   if call.transpose_w:
     full = matmul(
       d, x, transpose_x=True, transpose_w=call.transpose_x, **options

@@ -12,7 +12,12 @@ import numpy as np
 from coremesh import errors, spec
 from coremesh.kernels import checks, costs
 from coremesh.kernels._matmul.blocks import Blocks
-from coremesh.kernels._matmul.call import DTYPES, Epilogue
+from coremesh.kernels._matmul.call import (
+  DTYPES,
+  Epilogue,
+  check_epilogue,
+  sum_dtype,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +84,10 @@ def check(call: Call, x, weights: Sequence[Any], group_sizes) -> None:
       f"x of shape {x.shape} and w of shape {weights[0].shape} differ along K:"
       f" {x.shape[1]} and {inner} (transpose_w={call.transpose_w})."
     )
+  if call.epilogue is not None:
+    shape = x.shape[0], call.columns(weights[0])
+    total = jax.ShapeDtypeStruct(shape, sum_dtype(x.dtype))
+    check_epilogue("grouped_matmul", call.epilogue, [total] * len(weights))
   check_sizes(group_sizes, rows=x.shape[0], num_groups=weights[0].shape[0])
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
-from coremesh.kernels import checks
+from coremesh.kernels import checks, pointwise
 from coremesh.kernels._matmul.blocks import Blocks
 
 type Epilogue = Callable[..., jax.Array]
@@ -124,6 +124,42 @@ def check(call: Call, x, weights, operands) -> None:
     raise errors.ShapeError(
       f"{len(operands)} operands are given and no epilogue that takes them."
     )
+  if call.epilogue is not None:
+    total = jax.ShapeDtypeStruct((m, n), sum_dtype(x.dtype))
+    check_epilogue("matmul", call.epilogue, [total] * len(weights), operands)
+
+
+def check_epilogue(
+  kernel: str,
+  epilogue: Any,
+  totals: Sequence[jax.ShapeDtypeStruct],
+  operands: Sequence[Any] = (),
+) -> None:
+  """Checks that an epilogue makes a block of one shape, element by element.
+
+  Args:
+    kernel: whose, in an error.
+    epilogue: what was given for it.
+    totals: the type [M, N] of each product.
+    operands: arrays that broadcast to [..., M, N].
+
+  Raises:
+    ShapeError, DTypeError: it does not, or takes other arguments.
+  """
+  argument = f"epilogue of {kernel}"
+  pointwise.check_takes(
+    argument,
+    epilogue,
+    num_products=len(totals),
+    num_operands=len(operands),
+  )
+  shapes = [(1, 1, *a.shape)[-2:] for a in operands]
+  blocks = [
+    jax.ShapeDtypeStruct(s, a.dtype)
+    for s, a in zip(shapes, operands, strict=True)
+  ]
+  result = pointwise.traced(argument, epilogue, *totals, *blocks)
+  checks.has_shape(f"The result of {argument}", result, totals[0].shape)
 
 
 def of_rank(rank: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
