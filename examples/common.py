@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import sys
 from typing import Any
 
 from absl import app, flags
@@ -36,8 +37,16 @@ def run(main: Callable[..., None], *, config: str | None = None) -> None:
   several can be imported by one program.
   """
   flag = None
+  shown = [_CHIP, _COMPILE]
   if config is not None:
-    flag = config_flags.DEFINE_config_file("config", config)
+    flag = config_flags.DEFINE_config_file(
+      "config", config, f"Settings: those of {config}, --config.FIELD=VALUE."
+    )
+    shown.append(flag)
+  for holder in shown:  # --help shows the flags of the program, not of modules.
+    flags.FLAGS.register_key_flag_for_module(
+      sys.argv[0], flags.FLAGS[holder.name]
+    )
 
   def checked(argv: Sequence[str]) -> None:
     if len(argv) > 1:
