@@ -23,6 +23,7 @@ from typing import Any
 from absl import app, flags
 import jax
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -116,28 +117,37 @@ def _reservation(row: dict) -> str:
 
 
 def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:
-  """Bars of each contender's time, as a share of coremesh's."""
-  timed = [r for r in rows if "microseconds" in r]
-  names = list(dict.fromkeys(r["work"] for r in timed))
-  contenders = list(dict.fromkeys(r["contender"] for r in timed))
-  figure, axes = plt.subplots(
-    figsize=(9, 1 + 0.5 * len(names)), layout="constrained"
-  )
-  height = 0.8 / max(1, len(contenders))
-  best = {
-    n: min(r["microseconds"] for r in timed if r["work"] == n) for n in names
+  """Each contender's time beside coremesh's, a line for each work."""
+  ours = {
+    r["work"]: r["microseconds"]
+    for r in rows
+    if r["contender"] == "coremesh" and "microseconds" in r
   }
-  for i, contender in enumerate(contenders):
+  timed = [r for r in rows if "microseconds" in r and r["work"] in ours]
+  names = list(ours)
+  figure, axes = plt.subplots(
+    figsize=(10, 1.5 + 0.28 * len(names)), layout="constrained"
+  )
+  for contender, marker in zip(
+    dict.fromkeys(r["contender"] for r in timed), "|osD^v<>", strict=False
+  ):
     own = [r for r in timed if r["contender"] == contender]
-    axes.barh(
-      [names.index(r["work"]) + i * height for r in own],
-      [r["microseconds"] / best[r["work"]] for r in own],
-      height=height,
+    axes.plot(
+      [r["microseconds"] / ours[r["work"]] for r in own],
+      [names.index(r["work"]) for r in own],
+      marker,
       label=contender,
+      markersize=10 if contender == "coremesh" else 6,
+      alpha=0.8,
     )
-  axes.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names)
+  axes.set_yticks(range(len(names)), [f"{n}  {ours[n]:,.1f} µs" for n in names])
   axes.invert_yaxis()
-  axes.set_xlabel("predicted time / that of the fastest")
+  axes.grid(axis="y", alpha=0.3)
+  axes.set_xscale("log")
+  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axes.xaxis.set_major_formatter("{x:g}")
+  axes.xaxis.set_minor_locator(NullLocator())
+  axes.set_xlabel("predicted time / that of coremesh (right: slower)")
   axes.set_title(f"Kernels on {chip.name}: predicted from machine code")
   axes.legend()
   figure.savefig(path, dpi=120)
