@@ -107,4 +107,7 @@ def unknown(name: str) -> str:
   asked = name.strip().lower().partition(":")[0]
   close = difflib.get_close_matches(asked, FAMILIES, n=1)
   hint = f" Did you mean {close[0]!r}?" if close else ""
-  return f"There is no chip {name!r}; coremesh knows {known}.{hint}"
+  return (
+    f"There is no chip {name!r}; coremesh knows {known}, and slices of other"
+    f" shapes, in chips along each axis.{hint}"
+  )

@@ -167,6 +167,12 @@ def _report(chip: cm.Chip, config: Any) -> None:
     return found.microseconds.central
 
   sizes = tuple(config.predicted_sizes)
+  for block in (config.predicted_block, *sum(config.searched_blocks, ())):
+    if any(size % block for size in sizes):
+      raise ValueError(
+        f"Each of predicted_sizes={sizes} must be a multiple of {block}, of"
+        " predicted_block and searched_blocks. Change one of these settings."
+      )
   best = min(
     map(tuple, config.searched_blocks),
     key=lambda blocks: us(summed(chip, blocks), jnp.float32, sizes[-1]),
@@ -177,8 +183,12 @@ def _report(chip: cm.Chip, config: Any) -> None:
   print(f"{'predicted TFLOP/s':20}" + "".join(f"{n:>8}" for n in sizes))
   figure, axes = plt.subplots(layout="constrained")
   for name, (fn, dtype) in rows.items():
-    rates = [2 * n**3 / us(fn, dtype, n) * 1e-6 for n in sizes]
-    print(f"{name:20}" + "".join(f"{rate:8.1f}" for rate in rates))
+    print(f"{name:20}", end="", flush=True)
+    rates = []
+    for n in sizes:
+      rates.append(2 * n**3 / us(fn, dtype, n) * 1e-6)
+      print(f"{rates[-1]:8.1f}", end="", flush=True)  # Each takes seconds.
+    print()
     axes.plot(sizes, rates, marker="o", label=name)
   axes.set(xlabel="M = N = K", ylabel="predicted TFLOP/s", title=chip.name)
   axes.legend()
