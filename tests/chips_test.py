@@ -170,7 +170,7 @@ def test_a_name_is_a_generation_and_its_chips(name, expected):
     ("V6:2x2", r"no chip 'V6:2x2'; .*Did you mean 'v6e'\?"),
     ("v5p-8", r"Did you mean 'v5p'\?"),
     ("tpu7", r"Did you mean 'tpu7x'\?"),
-    ("h100", r"no chip 'h100'; .*tpu7x:2x2x1\.$"),
+    ("h100", r"no chip 'h100'; .*tpu7x:2x2x1, .* along each axis\.$"),
     ("", r"no chip ''"),
     (5, r"name must be a string such as 'v5p:2x2x1'; got 5"),
     ("v5p:", r"must be chips along each axis, such as v5p:2x2x1; got ''"),
