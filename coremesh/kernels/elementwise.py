@@ -11,7 +11,14 @@ from jax.extend import core as jex_core
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, launch, place
-from coremesh.kernels import batching, blocks, checks, costs, pointwise
+from coremesh.kernels import (
+  batching,
+  blocks,
+  checks,
+  costs,
+  layouts,
+  pointwise,
+)
 from coremesh.pipelines import blocks as specs
 from coremesh.pipelines import emit
 
@@ -165,6 +172,10 @@ def _run(fn, arrays, out_dtypes, block_bytes) -> list[jax.Array]:
 
 def _launch(fn, arrays, out_dtypes, block_bytes) -> list[jax.Array]:
   shape = arrays[0].shape
+  if layouts.lies_transposed(shape):
+    turned = [layouts.transposed(a) for a in arrays]
+    results = _launch(fn, turned, out_dtypes, block_bytes)
+    return [layouts.transposed(y) for y in results]
   dtypes = [*(a.dtype for a in arrays), *out_dtypes]
   views = _views(arrays, dtypes)
   chip = place.current_chip()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import errors
-from coremesh.kernels import checks, costs
+from coremesh.kernels import checks, costs, layouts
 from coremesh.kernels._rows import folds as folds
 from coremesh.kernels._rows import passes as passes
 
@@ -198,11 +198,12 @@ def _checked_axes(x, axis) -> tuple[int, ...]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _reduce(reduction, x):
   fold = folds.MAXIMUM if reduction.kind == "max" else folds.SUM
-  y = passes.run(
-    fold, x, axes=reduction.axes, block_bytes=reduction.block_bytes
-  )
+  axes = reduction.axes
+  if layouts.lies_transposed(x.shape):
+    x, axes = layouts.transposed(x), tuple(1 - axis for axis in axes[::-1])
+  y = passes.run(fold, x, axes=axes, block_bytes=reduction.block_bytes)
   if reduction.kind == "mean":
-    num_terms = math.prod(x.shape[a] for a in reduction.axes)
+    num_terms = math.prod(reduction.shape[a] for a in reduction.axes)
     y = y.astype(jnp.float32)
     y = y / num_terms if num_terms else jnp.full_like(y, math.nan)
   is_float = jnp.issubdtype(x.dtype, jnp.floating)
