@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
+from coremesh import errors, place
 from coremesh.kernels._attention.call import Problem
 
 
@@ -46,10 +47,20 @@ def with_num_keys(
     problem: says whether the last of the inputs, in HBM, is that number.
     inputs: refs.
     run: num_keys_smem is None if all keys are valid.
+
+  Raises:
+    ShapeError: there are more numbers than SMEM holds.
   """
   if "num_keys" not in problem.operands:
     run(inputs, None)
     return
+  needed = 4 * inputs[-1].size
+  limit = place.current_chip().smem_bytes_per_tensor_core
+  if needed >= limit:
+    raise errors.ShapeError(
+      f"kv_lengths of attention take {needed} bytes of SMEM, and a core has"
+      f" {limit}. Call it for some of the leading axes at a time."
+    )
 
   def copied(num_keys_smem):
     pltpu.sync_copy(inputs[-1], num_keys_smem)
