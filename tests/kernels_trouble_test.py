@@ -134,6 +134,14 @@ def test_ones_of_bfloat16_are_counted_beyond_256():
   assert (total == k).all()
 
 
+def test_sums_of_int8_are_exact_where_float32_is_not():
+  k = 1041  # So that the sum is odd, and beyond 2^24.
+  x, w = jnp.full((32, k), 127, jnp.int8), jnp.full((k, 128), 127, jnp.int8)
+  assert (kernels.matmul(x, w) == 127 * 127 * k).all()
+  y = kernels.grouped_matmul(x, w[None], jnp.int32([32]))
+  assert (y == 127 * 127 * k).all()
+
+
 def test_what_an_8_bit_float_cannot_hold_is_nan():
   x = jnp.array([448, 464, 465, -1e4], jnp.float32)[:, None]
   y = kernels.matmul(x, jnp.ones((1, 8)), out_dtype=jnp.float8_e4m3fn)
