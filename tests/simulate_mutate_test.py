@@ -20,6 +20,7 @@ from tests import support
 _EXAMPLES = {
   "add_one": ("v5p:2x2x1", {}, 7),
   "indexed_add_one": ("v5p:2x2x1", {}, 9),
+  "matmul_study": ("v5p:1x1x1", dict(size=256), 20),
   "ring_shift": ("v5p:2x2x1", {}, 17),
   "sc_add_one": ("v6e:1x1", dict(rows_per_device=512), 7),
   "softmax_rows": ("v5p:1x1x1", dict(rows_per_device=4096, columns=512), 9),
