@@ -1,7 +1,6 @@
 """Ahead-of-time compilation by libtpu, with no TPU."""
 
 from collections.abc import Mapping, Sequence
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -10,14 +9,12 @@ import pathlib
 import tempfile
 import time
 from typing import Any
-import warnings
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import tpu_sc as plsc
 import jax.extend.core as jex_core
 
-from coremesh import _compat, chips, errors, topology
+from coremesh import _compat, chips, errors
 from coremesh._compat import aot as jax_aot
 from coremesh.compiler import (
   cache,
@@ -28,6 +25,7 @@ from coremesh.compiler import (
   matching,
   operands,
   sites,
+  tracing,
   usage,
   used,
   workers,
@@ -36,7 +34,6 @@ from coremesh.compiler.compiled import Compiled, Operation
 
 # Part of the key: an entry of another layout is not looked at.
 _RESULT_VERSION = "5"
-_CALLBACKS = {"debug_callback", "io_callback", "pure_callback", "debug_print"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +91,8 @@ def compile(  # pylint: disable=redefined-builtin
     print(compiled.code_bytes, compiled.text("bundles"))
   """
   start = time.perf_counter()
-  asked, jitted = None if chip is None else _chip(chip), _jitted(fn)
-  lowered, jaxpr = _lowered(jitted, args, asked)
+  asked = None if chip is None else tracing.as_chip(chip)
+  lowered, jaxpr = tracing.lowered(fn, args, asked)
   target = _target(lowered, asked, jaxpr)
   kernels = tuple(usage.of_program(jaxpr))
   _check_cores(kernels, target.chip, jaxpr)
@@ -167,63 +164,9 @@ def ledgers(
     for one in cm.ledgers(kernel, x, chip="v6e:2x2"):
       print(one)
   """
-  asked, jitted = _chip(chip), _jitted(fn)
-  topology.keep_jax_on_cpu()
-  device = asked.abstract_device(platform="tpu")
-  with _compat.empty_device_context(device):
-    traced = jitted.trace(*jax.tree.map(_shape_of, args))
+  asked = tracing.as_chip(chip)
+  traced = tracing.traced(fn, args, asked)
   return ledger.of_program(traced.jaxpr.jaxpr, asked)
-
-
-def _chip(asked: str | chips.Chip) -> chips.Chip:
-  if isinstance(asked, chips.Chip):
-    return asked
-  if not isinstance(asked, str):
-    raise errors.ChipError(
-      f"chip must be a name such as 'v5p:2x2x1', or a cm.Chip; got {asked!r}."
-    )
-  return chips.chip(asked)
-
-
-def _jitted(fn: Any) -> Any:
-  if not callable(fn):
-    raise errors.UnsupportedError(
-      f"fn must be a function, jitted or not; got {type(fn).__name__}. Pass the"
-      " function itself, and its arguments after it: cm.compile(fn, x)."
-    )
-  if isinstance(fn, jax.stages.Compiled):
-    raise errors.UnsupportedError(
-      "fn must be a function, jitted or not; got one that JAX has compiled."
-      " Pass what was lowered: cm.compile(fn, x), not"
-      " cm.compile(fn.lower(x).compile(), x)."
-    )
-  return fn if hasattr(fn, "trace") else jax.jit(fn)
-
-
-def _lowered(
-  jitted: Any, args: Any, chip: chips.Chip | None
-) -> tuple[jax_aot.Lowered, jex_core.Jaxpr]:
-  topology.keep_jax_on_cpu()
-  context = contextlib.nullcontext()
-  if chip is not None:
-    context = _compat.empty_device_context(chip.abstract_device(platform="tpu"))
-  with context, warnings.catch_warnings():
-    # emit_pipeline names a semaphore for every copy; nobody can change that.
-    warnings.simplefilter("ignore", plsc.SparseCorePushStreamWarning)
-    traced = jitted.trace(*jax.tree.map(_shape_of, args))
-    jaxpr = traced.jaxpr.jaxpr
-    _check_callbacks(jaxpr)
-    if any(k.is_simulated for k in usage.of_program(jaxpr)):
-      raise _compiled_for(["cpu"])
-    try:
-      return jax_aot.lower(traced), jaxpr
-    except errors.CoreMeshError:
-      raise
-    except Exception as error:
-      text = f"{type(error).__name__}: {error}"
-      causes = f"{text}\n{error.__cause__}\n{error.__context__}"
-      before = jax_aot.frames_in(causes) or jax_aot.frames_before(error)
-      raise _refusal(text, jaxpr, before, said=causes) from error
 
 
 def _target(
@@ -256,7 +199,7 @@ def _target(
       ' chip.device_mesh(..., on="compiler").'
     )
   if chip is None or lowered.num_devices > 1:
-    raise _compiled_for([lowered.platform])
+    raise failures.of_devices([lowered.platform])
   return _Target(
     name=chip.name,
     chip=chip,
@@ -264,18 +207,6 @@ def _target(
     serialized=None,
     device_ids=(0,),
   )
-
-
-def _check_callbacks(jaxpr: jex_core.Jaxpr) -> None:
-  names = {eqn.primitive.name for eqn in _compat.walk(jaxpr)}
-  if not names & _CALLBACKS:
-    return
-  outside = {s.operation for s in sites.of_program(jaxpr) if not s.kernels}
-  if found := outside & _CALLBACKS:  # A kernel prints by itself.
-    raise errors.UnsupportedError(
-      f"fn calls back to Python ({', '.join(sorted(found))}), which a program"
-      " that is compiled in another process cannot. Leave it out."
-    )
 
 
 def _check_cores(
@@ -301,30 +232,6 @@ def _check_vmem(
     if not one.is_sparse and one.least_vmem_bytes > has:
       line = sites.line_of(f":: {one.kernel}", sites.of_program(jaxpr))
       raise failures.of_vmem(one, line)
-
-
-def _compiled_for(platforms: list[str]) -> errors.UnsupportedError:
-  return errors.UnsupportedError(
-    f"fn was compiled for {platforms} devices. Make it over a mesh"
-    ' of devices that compile: chip.device_mesh(..., on="compiler").'
-    ' Or name the chip, for a function of one device: chip="v5p:2x2x1".'
-  )
-
-
-def _shape_of(leaf: Any) -> Any:
-  """The type of an array; Python's numbers stay, as JAX has types for them."""
-  if isinstance(leaf, jax.ShapeDtypeStruct | bool | int | float | complex):
-    return leaf
-  try:
-    dtype = jax.numpy.result_type(leaf)
-  except TypeError as error:
-    raise errors.DTypeError(
-      "The arguments of fn must be arrays, numbers or jax.ShapeDtypeStruct; got"
-      f" {type(leaf).__name__}. Pass what is none by functools.partial."
-    ) from error
-  return jax.ShapeDtypeStruct(
-    jax.numpy.shape(leaf), dtype, weak_type=getattr(leaf, "weak_type", False)
-  )
 
 
 def _key(
@@ -380,7 +287,7 @@ def _ask(
     raise errors.ChipError(answer["no_chip"])
   if "refused" in answer:
     text = answer["refused"]
-    raise _refusal(text, jaxpr, jax_aot.frames_in(text))
+    raise failures.of_program(text, jaxpr, jax_aot.frames_in(text))
   if "failed" in answer:
     raise failures.of_reading(answer["failed"])
   return answer
@@ -401,24 +308,3 @@ def _other_library() -> str:
   installed = importlib.util.find_spec("libtpu")
   folders = (installed and installed.submodule_search_locations) or []
   return "" if str(pathlib.Path(named).parent) in folders else named
-
-
-def _refusal(
-  text: str,
-  jaxpr: jex_core.Jaxpr,
-  frames: jax_aot.Frames,
-  *,
-  said: str | None = None,
-) -> errors.CompileError:
-  """The error for a message, with the user's line it is about.
-
-  Args:
-    text: the message.
-    jaxpr: the program.
-    frames: those the message comes with.
-    said: the message and its causes, where they name an operation.
-  """
-  line = sites.users_line(frames)
-  return failures.of_message(
-    text, line or sites.line_of(said or text, sites.of_program(jaxpr))
-  )

@@ -5,8 +5,11 @@ import dataclasses
 import re
 import signal
 
+import jax.extend.core as jex_core
+
 from coremesh import chips, errors
-from coremesh.compiler import rules, workers
+from coremesh._compat import aot
+from coremesh.compiler import rules, sites, workers
 from coremesh.compiler.ledger import Ledger
 
 # What libtpu writes of a program of a few kernels, and some room.
@@ -54,6 +57,36 @@ def of_message(text: str, source: str | None) -> errors.CompileError:
   found = explain(text)
   return errors.CompileError(
     rule=found.rule, advice=found.advice, source=source, original=text
+  )
+
+
+def of_program(
+  text: str,
+  jaxpr: jex_core.Jaxpr,
+  frames: aot.Frames,
+  *,
+  said: str | None = None,
+) -> errors.CompileError:
+  """The error for a message, with the user's line it is about.
+
+  Args:
+    text: the message.
+    jaxpr: the program.
+    frames: those the message comes with.
+    said: the message and its causes, where they name an operation.
+  """
+  line = sites.users_line(frames)
+  return of_message(
+    text, line or sites.line_of(said or text, sites.of_program(jaxpr))
+  )
+
+
+def of_devices(platforms: Sequence[str]) -> errors.UnsupportedError:
+  """The error for a program that was traced for devices of no compiler."""
+  return errors.UnsupportedError(
+    f"fn was compiled for {platforms} devices. Make it over a mesh"
+    ' of devices that compile: chip.device_mesh(..., on="compiler").'
+    ' Or name the chip, for a function of one device: chip="v5p:2x2x1".'
   )
 
 
