@@ -99,6 +99,7 @@ def test_numbers_of_a_chip_agree_with_the_published_ones(
 ):
   chip = cm.chip(generation)
   cores = chip.tensor_cores_per_device * chip.devices_per_chip
+  assert chip.bf16_flops_per_second_per_tensor_core is not None
   flops = chip.bf16_flops_per_second_per_tensor_core * cores
   assert flops == pytest.approx(teraflops * 1e12, rel=0.01)
   hbm_bytes = chip.hbm_bytes_per_device * chip.devices_per_chip
@@ -205,7 +206,7 @@ def test_a_chip_is_a_frozen_hashable_value():
   assert chip != other and len({chip, other, cm.chip("v5p")}) == 2
   assert pickle.loads(pickle.dumps(chip)) == chip
   with pytest.raises(dataclasses.FrozenInstanceError):
-    chip.generation = "v6e"
+    chip.generation = "v6e"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_environment_names_the_chip_of_a_program(monkeypatch):
@@ -419,7 +420,7 @@ def test_rejects_axes_that_do_not_hold_the_devices(
 
 def test_rejects_a_place_that_does_not_exist():
   with pytest.raises(ChipError, match="'simulator', 'compiler' or None; got"):
-    cm.chip("v5p").device_mesh(on="cpu")
+    cm.chip("v5p").device_mesh(on="cpu")  # pyright: ignore[reportArgumentType]
 
 
 def test_too_few_cpu_devices_is_an_error_with_the_remedy():

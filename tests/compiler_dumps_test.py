@@ -96,6 +96,7 @@ def test_kernels_of_one_name_get_their_own_texts(compiled):
     steps = re.search(
       r"iteration_bounds = array<i64: (\d+)>", operation.text("mosaic")
     )
+    assert block is not None and steps is not None
     assert int(block[2]) == int(columns)
     assert int(block[1]) * int(steps[1]) == int(rows)
     assert f"{block[1]}x{block[2]}xf32" in operation.text("llo")

@@ -130,6 +130,7 @@ def test_the_work_of_a_matmul_is_that_of_its_shape(explained):
   assert found.matmul_flops == pytest.approx(2 * _SIZE**3)
   assert found.hbm_bytes >= _SIZE**2 * 2  # XLA may keep the rest in VMEM.
   chip = cm.chip("v5p")
+  assert chip.bf16_flops_per_second_per_tensor_core is not None
   peak = 2 * chip.bf16_flops_per_second_per_tensor_core
   assert found.peak_matmul_flops_per_second == peak
   assert 0 < found.share_of_roof <= 1
@@ -166,7 +167,7 @@ def test_what_is_no_function_or_has_no_kernel_is_refused(compiled):
   with pytest.raises(ChipError, match="chip is v6e:2x2, but the program"):
     cm.explain(compiled, chip="v6e")
   with pytest.raises(UnsupportedError, match="progress must be True, False"):
-    cm.explain(compiled, progress="yes")
+    cm.explain(compiled, progress="yes")  # pyright: ignore[reportArgumentType]
 
 
 def add_up(x):

@@ -54,7 +54,9 @@ def test_an_operation_whose_time_is_not_known_hides_nothing():
     (100, 0.0),
   ],
 )
-def test_both_sides_take_as_long_as_the_longer_or_all_bytes(num_bytes, hidden):
+def test_both_sides_take_as_long_as_the_longer_or_all_bytes(
+  num_bytes: int, hidden: float
+):
   times = {"s.1": 6.0, "s.2": 6.0, "first": 2.0, "second": 3.0}
   found = overlap.hidden(
     _GROUP,

@@ -1,5 +1,7 @@
 """Tests for coremesh.profile.scalar: what runs, how often, on what grounds."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -23,9 +25,9 @@ def _program(*lines: str) -> bundles.Program:
   )
 
 
-def _trace(*lines: str, **options) -> events.Trace:
-  options = {"core": 0, "delay_slots": 1} | options
-  return scalar.trace(_program(*lines), **options)
+def _trace(*lines: str, **options: Any) -> events.Trace:
+  defaults: dict[str, Any] = {"core": 0, "delay_slots": 1}
+  return scalar.trace(_program(*lines), **(defaults | options))
 
 
 def _seen(*lines: str, read: str, **options) -> int:
@@ -338,7 +340,9 @@ _BODIES = {
 
 @pytest.mark.parametrize("sizes", [(1, 3000), (5, 700), (200, 4)])
 @pytest.mark.parametrize("body", _BODIES.values(), ids=_BODIES)
-def test_skipping_rounds_changes_nothing(body, sizes, monkeypatch):
+def test_skipping_rounds_changes_nothing(
+  body, sizes: tuple[int, int], monkeypatch
+):
   program = _nested(*sizes, body)
   found = scalar.trace(program, core=0, delay_slots=1)
   monkeypatch.setattr(machine, "FIRST_TRY", 1 << 60)

@@ -399,8 +399,8 @@ def test_what_a_task_hands_over_is_what_vector_subcores_start_with():
     "0x1: { [dreg:$0x2] = wrdreg $0x7  }\n"
     "0x2: { _ = task.clear_ibuf [dreg:s18], $0x3FFFF  }\n"
   )
-  signals = [e for e in _scalar(text).each_event() if e.kind == "signal"]
-  assert len({e.to.core for e in signals}) == len(signals) == 16
+  signals = [e.to for e in _scalar(text).each_event() if e.kind == "signal"]
+  assert len({to.core for to in signals if to}) == len(signals) == 16
   with pytest.raises(UnsupportedError, match="starts its vector subcores ag"):
     _scalar(text + text.partition("main:\n")[2])
 
