@@ -117,14 +117,34 @@ def test_what_is_tabulated_is_found_by_the_launch():
   assert product.row_tile == 128
 
 
-def test_an_epilogue_leaves_room_for_what_is_spilled_of_it():
+def test_blocks_leave_room_for_what_is_spilled():
   chip = cm.chip("v5p:2x2x1")
   bare = Product(batch=1, rows=8192, columns=8192, inner=8192)
-  fused = dataclasses.replace(bare, has_epilogue=True)
   block = Blocks(rows=2048, columns=1024, inner=1024)
   assert matmul_blocks.fits(bare, block, chip)
-  assert not matmul_blocks.fits(fused, block, chip)
-  assert matmul_blocks.fits(fused, dataclasses.replace(block, part=256), chip)
+  # Without strips, and more so with an epilogue, more is on the way at once.
+  odd = dataclasses.replace(bare, rows=8200)
+  fused = dataclasses.replace(bare, has_epilogue=True)
+  spilled = [
+    matmul_blocks.spilled_bytes(p, block, chip) for p in (bare, odd, fused)
+  ]
+  assert spilled[0] < spilled[1] < spilled[2]
+  assert not matmul_blocks.fits(odd, block, chip)
+  small = dataclasses.replace(block, part=256)
+  assert matmul_blocks.fits(odd, small, chip)
   most = chip.vmem_bytes_per_tensor_core
   limit = matmul_blocks.vmem_limit_bytes
-  assert limit(1 << 20, chip, has_epilogue=True) == most > limit(1 << 20, chip)
+  assert limit(most // 2, chip) < limit(most // 2, chip, spilled_bytes=most)
+  assert limit(most // 2, chip, spilled_bytes=most) == most
+
+
+def test_long_products_of_few_columns_have_room():
+  # Of keys and values of many heads.
+  x, w = (
+    jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 4096), (4096, 1024))
+  )
+  product = launch.product_of_types(x, w)
+  chosen = matmul_blocks.choose(product, _V5P)
+  needed = matmul_blocks.vmem_bytes(product, chosen)
+  spilled = matmul_blocks.spilled_bytes(product, chosen, _V5P)
+  assert needed + spilled <= _V5P.vmem_bytes_per_tensor_core

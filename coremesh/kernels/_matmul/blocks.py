@@ -23,9 +23,11 @@ _STEP_CYCLES = 60
 _STRIP_ROWS = 256
 # The rest of VMEM is for what the compiler spills.
 VMEM_SHARE = 0.8
-# What it spills of an epilogue, for each element of a part of the output: what
-# is on the way from the sums to the output, which takes the units turns.
-_EPILOGUE_BYTES = 6 * 4
+# What it spills of a strip of the output, in float32 for each element: the sums
+# of each chunk of the first block, those of the code of a step, and what is on
+# the way through an epilogue. All are bounds of what libtpu was seen to spill.
+_STEP_SPILLS = 3
+_EPILOGUE_SPILLS = 6
 _SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -131,16 +133,26 @@ def vmem_bytes(product: Product, blocks: Blocks) -> int:
 
 
 def vmem_limit_bytes(
-  needed_bytes: int, chip: chips.Chip, *, has_epilogue: bool = False
+  needed_bytes: int, chip: chips.Chip, *, spilled_bytes: int = 0
 ) -> int:
   """The limit to ask of the compiler: what is needed, and what it spills.
 
-  How much that is of an epilogue, which may be anybody's, only it can tell.
+  Args:
+    needed_bytes: of what a kernel holds.
+    chip: whose VMEM it is.
+    spilled_bytes: the least that is left for spilled registers.
   """
   most = chip.vmem_bytes_per_tensor_core
-  if has_epilogue:
-    return most
-  return min(most, max(needed_bytes + most // 5, most // 4))
+  spilled_bytes = max(spilled_bytes, most // 5)
+  return min(most, max(needed_bytes + spilled_bytes, most // 4))
+
+
+def spilled_bytes(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
+  """A bound of what the compiler spills of a strip of the output."""
+  rows = blocks.rows // num_strips(product, blocks)
+  spills = len(first_chunks(product, blocks, chip)) + _STEP_SPILLS
+  spills += _EPILOGUE_SPILLS * product.has_epilogue
+  return 4 * spills * product.num_weights * rows * blocks.columns_at_a_time
 
 
 def choose(product: Product, chip: chips.Chip) -> Blocks:
@@ -189,10 +201,11 @@ def fits(product: Product, blocks: Blocks, chip: chips.Chip) -> bool:
   """Whether VMEM holds blocks, and tiles allow their rows."""
   if blocks.rows < product.rows and blocks.rows % product.row_tile:
     return False
-  needed = vmem_bytes(product, blocks)
-  if product.has_epilogue:
-    needed += _EPILOGUE_BYTES * blocks.rows * blocks.columns_at_a_time
-  return needed <= VMEM_SHARE * chip.vmem_bytes_per_tensor_core
+  needed, most = vmem_bytes(product, blocks), chip.vmem_bytes_per_tensor_core
+  return (
+    needed <= VMEM_SHARE * most
+    and needed + spilled_bytes(product, blocks, chip) <= most
+  )
 
 
 def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:

@@ -125,17 +125,17 @@ def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
   _check_rows(product, blocks)
   plan = _plan(call, shape[:-2], product, blocks, chip)
   out = jax.ShapeDtypeStruct(shape, call.out_dtype)
-  needed = matmul_blocks.vmem_bytes(product, blocks)
+  limit = matmul_blocks.vmem_limit_bytes(
+    matmul_blocks.vmem_bytes(product, blocks),
+    chip,
+    spilled_bytes=matmul_blocks.spilled_bytes(product, blocks, chip),
+  )
   kernel = launch.kernel(
     functools.partial(body.product, plan),
     mesh=chip.tensor_cores("core"),
     out=out,
     scratch=body.scratch(plan, x, weights[0], operands, out),
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=matmul_blocks.vmem_limit_bytes(
-        needed, chip, has_epilogue=product.has_epilogue
-      )
-    ),
+    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
     num_links=0,
     name="matmul",
   )
