@@ -40,12 +40,13 @@ def padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     dtype = np.int32
   element_bytes = max(1, jax.dtypes.itemsize_bits(dtype) // 8)
   if len(shape) == 1:
-    return _rounded_up(shape[0], LANES * packing(dtype)) * element_bytes
+    return rounded_up(shape[0], LANES * packing(dtype)) * element_bytes
   *leading, rows, columns = (1, 1, *shape)
-  full_rows = _rounded_up(rows, tile_rows(rows, dtype))
-  elements = math.prod(leading) * full_rows * _rounded_up(columns, LANES)
+  full_rows = rounded_up(rows, tile_rows(rows, dtype))
+  elements = math.prod(leading) * full_rows * rounded_up(columns, LANES)
   return elements * element_bytes
 
 
-def _rounded_up(size: int, multiple: int) -> int:
+def rounded_up(size: int, multiple: int) -> int:
+  """The least multiple that is no less than `size`."""
   return -(-size // multiple) * multiple

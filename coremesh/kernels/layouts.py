@@ -30,8 +30,5 @@ def transposed(array: jax.Array) -> jax.Array:
 
 def _padded(rows: int, columns: int) -> int:
   """Elements of a matrix in whole tiles."""
-
-  def rounded_up(size: int, tile: int) -> int:
-    return -(-size // tile) * tile
-
-  return rounded_up(rows, tiles.SUBLANES) * rounded_up(columns, tiles.LANES)
+  full_rows = tiles.rounded_up(rows, tiles.SUBLANES)
+  return full_rows * tiles.rounded_up(columns, tiles.LANES)

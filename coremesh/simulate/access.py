@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coremesh import errors
+from coremesh import errors, tiles
 from coremesh._compat import kernel_ir
 from coremesh.simulate import emitter, memory, packing, views
 
@@ -56,7 +56,7 @@ def tiled_span(
   part = span(worker, start, size, 1, dim, limit, name, site)
   if part.start % tile:
     return part
-  return slice(part.start, min(memory.rounded_up(part.stop, tile), limit), 1)
+  return slice(part.start, min(tiles.rounded_up(part.stop, tile), limit), 1)
 
 
 def position(worker: Any, index: Any, dim: int, name: str, site: Any) -> int:

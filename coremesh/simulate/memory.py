@@ -33,7 +33,7 @@ def poison(dtype: np.dtype) -> Any:
 
 def padded_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   """The shape an array takes in a tiled memory."""
-  return tuple(map(rounded_up, shape, tile(shape, dtype)))
+  return tuple(map(tiles.rounded_up, shape, tile(shape, dtype)))
 
 
 def tile(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
@@ -42,11 +42,6 @@ def tile(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
     return (1,) * len(shape)
   rows = tiles.tile_rows(shape[-2], dtype)
   return (*(1,) * (len(shape) - 2), rows, tiles.LANES)
-
-
-def rounded_up(size: int, multiple: int) -> int:
-  """The least multiple that is no less than `size`."""
-  return -(-size // multiple) * multiple
 
 
 class Buffer:
