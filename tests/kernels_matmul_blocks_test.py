@@ -148,3 +148,14 @@ def test_long_products_of_few_columns_have_room():
   needed = matmul_blocks.vmem_bytes(product, chosen)
   spilled = matmul_blocks.spilled_bytes(product, chosen, _V5P)
   assert needed + spilled <= _V5P.vmem_bytes_per_tensor_core
+
+
+def test_bare_products_of_whole_blocks_leave_in_strips():
+  product = Product(batch=1, rows=1024, columns=256, inner=128)
+  block = Blocks(rows=512, columns=256, inner=128)
+  assert matmul_blocks.num_strips(product, block) == 2
+  low = dataclasses.replace(block, rows=256)
+  assert matmul_blocks.num_strips(product, low) == 1
+  for change in (dict(rows=1000), dict(has_epilogue=True)):
+    other = dataclasses.replace(product, **change)
+    assert matmul_blocks.num_strips(other, block) == 1

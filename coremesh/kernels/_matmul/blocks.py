@@ -186,13 +186,13 @@ def best(
 def clipped(product: Product, blocks: Blocks) -> Blocks:
   """The blocks without what lies beyond the arrays: the same ones."""
   p, b = product, blocks
-  columns = min(b.columns, _rounded_up(p.columns, b.columns_at_a_time))
+  columns = min(b.columns, tiles.rounded_up(p.columns, b.columns_at_a_time))
   part = b.part if b.columns_at_a_time < columns else None
   return dataclasses.replace(
     b,
-    rows=min(b.rows, _rounded_up(p.rows, p.row_tile)),
+    rows=min(b.rows, tiles.rounded_up(p.rows, p.row_tile)),
     columns=columns,
-    inner=min(b.inner, _rounded_up(p.inner, tiles.LANES)),
+    inner=min(b.inner, tiles.rounded_up(p.inner, tiles.LANES)),
     part=part,
   )
 
@@ -227,7 +227,7 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   else:
     outer = p.batch * grid_rows * math.ceil(grid_columns / cores)
   clock = chip_clock_hz(chip)
-  depth = min(b.inner, _rounded_up(p.inner, tiles.LANES))
+  depth = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
   parts = b.columns // b.columns_at_a_time
   in_step = p.num_weights * _product_cycles(p, b.rows, b.columns, depth, chip)
   in_step += parts * _PART_CYCLES + _STEP_CYCLES
@@ -262,7 +262,7 @@ def first_chunks(
   large as what arrives while the one before is multiplied.
   """
   p, b = product, blocks
-  total = min(b.inner, _rounded_up(p.inner, tiles.LANES))
+  total = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
   cycles = p.num_weights * _product_cycles(p, b.rows, b.columns, 1, chip)
   per_second = chip.hbm_bytes_per_second_per_device
   loaded = p.in_bytes * (b.rows + p.num_weights * b.columns)
@@ -300,7 +300,7 @@ def _product_cycles(
   # An int8 or 8-bit float product runs at the rate of bfloat16 here, which is
   # right for the choice between blocks.
   flops = chip.bf16_flops_per_second_per_tensor_core or 1
-  rows = max(min(rows, _rounded_up(product.rows, 8)), 1)
+  rows = max(min(rows, tiles.rounded_up(product.rows, 8)), 1)
   return 2 * rows * columns * inner / flops * chip_clock_hz(chip)
 
 
@@ -313,8 +313,8 @@ def chip_clock_hz(chip: chips.Chip) -> float:
 
 def _candidates(product: Product) -> Iterator[Blocks]:
   def sizes(extent: int, tile: int, most: int) -> list[int]:
-    whole = _rounded_up(extent, tile)
-    shares = {_rounded_up(-(-whole // n), tile) for n in (1, 2, 3, 4)}
+    whole = tiles.rounded_up(extent, tile)
+    shares = {tiles.rounded_up(-(-whole // n), tile) for n in (1, 2, 3, 4)}
     return sorted(
       {s for s in _SIZES if s < whole and s % tile == 0}
       | {s for s in shares if 0 < s <= most}
@@ -337,7 +337,3 @@ def _candidates(product: Product) -> Iterator[Blocks]:
 
 def _bytes(dtype: str) -> int:
   return jnp.dtype(dtype).itemsize
-
-
-def _rounded_up(size: int, multiple: int) -> int:
-  return -(-size // multiple) * multiple
