@@ -216,7 +216,7 @@ def test_a_kernel_that_xla_puts_into_a_fusion_is_one():
   kernels = [o for o in compiled.operations if o.kernel == "_double"]
   # The last call is the first again, and XLA makes them one.
   assert len(kernels) == len(compiled.kernels) == len(compiled.ledgers) == 5
-  assert compiled.left_out == ("_double",)
+  assert compiled.dropped == ("_double",)
   hlo = compiled.text("hlo")
   found = [re.search(rf"%{o.name} = .* fusion\(", hlo) for o in kernels]
   assert any(found)

@@ -322,7 +322,7 @@ def test_kernels_whose_modules_do_not_say_which_is_which_are_not_filled_in(
   x = _type(2048, 2048)
   compiled = cm.compile(lambda x: other(one(x)), x, chip="v6e")
   assert [one.used_vmem_bytes for one in compiled.ledgers] == [None, None]
-  assert len(compiled.kernels) == 2 and not compiled.left_out
+  assert len(compiled.kernels) == 2 and not compiled.dropped
 
 
 def test_kernels_that_the_program_does_without_are_not_in_it():
@@ -335,7 +335,7 @@ def test_kernels_that_the_program_does_without_are_not_in_it():
   assert [k.usage.vmem_bytes_per_core for k in compiled.kernels] == [8 * 2**20]
   [found] = compiled.ledgers
   assert found.used_vmem_bytes == found.predicted("VMEM") == 8 * 2**20
-  assert compiled.left_out == ("body",)
+  assert compiled.dropped == ("body",)
   assert sum(o.kernel == "body" for o in compiled.operations) == 1
 
 

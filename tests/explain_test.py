@@ -18,6 +18,7 @@ from rich.console import Console
 import coremesh as cm
 from coremesh.errors import ChipError, UnsupportedError
 from coremesh.explanation import alike, life, page, record, trace, words
+from coremesh.profile import rates
 from tests import profiling
 
 _SIZE, _ROWS = 1024, 2048
@@ -248,6 +249,15 @@ def test_the_time_of_cores_alone_is_told_if_it_is_less(explained):
   assert half == f"{whole}, {central} µs of it on these cores"
 
 
+def test_what_runs_beside_the_tensor_cores_is_told(explained):
+  assert "beside TensorCores" not in str(explained)
+  beside = rates.Spread(fast=1.0, central=2.5, slow=4.0)
+  other = dataclasses.replace(explained.prediction, overlap_microseconds=beside)
+  found = dataclasses.replace(explained, prediction=other)
+  assert "SparseCores work beside TensorCores for 2.5 µs of it" in str(found)
+  assert found.as_dict()["overlap_microseconds"] == 2.5
+
+
 # --- as data ----------------------------------------------------------------
 
 
@@ -264,8 +274,8 @@ def _keys(value, path=""):
 _LAYOUT = """
   format version source name chip versions compile_seconds is_from_cache
   predict_seconds memory_bytes_per_device microseconds microseconds.low
-  microseconds.central microseconds.high ledgers operations unpredicted assumed
-  left_out dropped ledgers[].kernel ledgers[].is_sparse ledgers[].buffers
+  microseconds.central microseconds.high overlap_microseconds ledgers operations
+  unpredicted assumed left_out dropped ledgers[].kernel ledgers[].is_sparse ledgers[].buffers
   ledgers[].memories.VMEM.unit ledgers[].memories.VMEM.predicted_per_core
   ledgers[].memories.VMEM.used_per_core ledgers[].memories.VMEM.limit_per_core
   ledgers[].memories.SMEM.unit ledgers[].memories.semaphores.unit

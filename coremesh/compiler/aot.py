@@ -128,7 +128,7 @@ def compile(  # pylint: disable=redefined-builtin
     chip=target.name,
     num_devices=lowered.num_devices,
     kernels=tuple(itertools.compress(kernels, kept)),
-    left_out=tuple(
+    dropped=tuple(
       k.name for k, m in zip(kernels, matches, strict=True) if m.is_left_out
     ),
     ledgers=used.with_used(

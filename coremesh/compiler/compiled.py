@@ -58,7 +58,7 @@ class Compiled:
     texts: of the whole program, by stage.
     memory: bytes a device, as libtpu counts them.
     costs: XLA's estimates: "flops", "bytes accessed" and others.
-    left_out: names of kernels that were traced and are not in it: no result
+    dropped: names of kernels that were traced and are not in it: no result
       needs them, or another call is the same.
     compile_seconds: wall time of tracing, lowering and compiling, this
       machine.
@@ -77,7 +77,7 @@ class Compiled:
   costs: Mapping[str, float] = dataclasses.field(repr=False)
   compile_seconds: float
   from_cache: bool
-  left_out: tuple[str, ...] = ()
+  dropped: tuple[str, ...] = ()
   operands: tuple[KernelOperands, ...] = dataclasses.field(
     default=(), repr=False
   )

@@ -95,7 +95,7 @@ def explain(
     ledgers=compiled.ledgers,
     prediction=prediction,
     unpredicted=details.refused,
-    dropped=compiled.left_out,
+    dropped=compiled.dropped,
     labels={
       o.name: predictions.label(o.name, o.kernel) for o in compiled.operations
     },

@@ -92,6 +92,11 @@ def head(found: Findings) -> Text:
   else:
     made.append(f": {time} µs", style="bold green")
   made.append(", predicted from compiled bundles, not measured")
+  if beside := found.prediction.overlap_microseconds.central:
+    made.append(
+      "\nSparseCores work beside TensorCores for"
+      f" {words.short(beside)} µs of it"
+    )
   made.append(
     f"\n{versions}; compiled in {found.compile_seconds:.2g} s{cached},"
     f" predicted in {found.prediction.predict_seconds:.2g} s"

@@ -39,6 +39,7 @@ def of(found: Findings) -> dict[str, Any]:
     "predict_seconds": found.prediction.predict_seconds,
     "memory_bytes_per_device": dict(found.memory_bytes_per_device),
     "microseconds": dataclasses.asdict(found.prediction.microseconds),
+    "overlap_microseconds": found.prediction.overlap_microseconds.central,
     "ledgers": [_ledger(one) for one in found.ledgers],
     "operations": [_operation(o, found) for o in found.prediction.operations],
     "unpredicted": [
