@@ -275,7 +275,8 @@ _LAYOUT = """
   format version source name chip versions compile_seconds is_from_cache
   predict_seconds memory_bytes_per_device microseconds microseconds.low
   microseconds.central microseconds.high overlap_microseconds ledgers operations
-  unpredicted assumed left_out dropped ledgers[].kernel ledgers[].is_sparse ledgers[].buffers
+  unpredicted assumed left_out dropped ledgers[].kernel ledgers[].is_sparse
+  ledgers[].buffers
   ledgers[].memories.VMEM.unit ledgers[].memories.VMEM.predicted_per_core
   ledgers[].memories.VMEM.used_per_core ledgers[].memories.VMEM.limit_per_core
   ledgers[].memories.SMEM.unit ledgers[].memories.semaphores.unit
