@@ -16,6 +16,7 @@ To run:
 
 from collections.abc import Callable, Sequence
 import functools
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -128,19 +129,19 @@ def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:
   figure, axes = plt.subplots(
     figsize=(10, 1.5 + 0.28 * len(names)), layout="constrained"
   )
-  for contender, marker in zip(
-    dict.fromkeys(r["contender"] for r in timed), "|osD^v<>", strict=False
-  ):
+  markers = itertools.cycle("|osD^v<>PX*hd")
+  for contender in dict.fromkeys(r["contender"] for r in timed):
     own = [r for r in timed if r["contender"] == contender]
     axes.plot(
       [r["microseconds"] / ours[r["work"]] for r in own],
       [names.index(r["work"]) for r in own],
-      marker,
+      next(markers),
       label=contender,
       markersize=10 if contender == "coremesh" else 6,
       alpha=0.8,
     )
   axes.set_yticks(range(len(names)), [f"{n}  {ours[n]:,.1f} µs" for n in names])
+  axes.margins(y=1 / (1 + len(names)))
   axes.invert_yaxis()
   axes.grid(axis="y", alpha=0.3)
   axes.set_xscale("log")
@@ -150,7 +151,7 @@ def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:
   axes.set_xlabel("predicted time / that of coremesh (right: slower)")
   axes.set_title(f"Kernels on {chip.name}: predicted from machine code")
   axes.legend()
-  figure.savefig(path, dpi=120)
+  figure.savefig(path, dpi=80)
   plt.close(figure)
 
 
