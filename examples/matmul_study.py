@@ -140,19 +140,16 @@ def main(config: Any) -> None:
   mesh = common.first_device(chip, chip.device_mesh("device"))
   x, w = (common.random_floats((config.size,) * 2, s) for s in range(2))
   for name, (fn, dtype) in checked_steps(chip, config.size).items():
-    mapped = jax.jit(
-      jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P("device"))
-    )
-    y = np.asarray(mapped(*(jnp.asarray(a, dtype) for a in (x, w))), np.float64)
+    run = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P("device"))
+    y = jax.jit(run)(*(jnp.asarray(a, dtype) for a in (x, w)))
     want = x.astype(np.float64) @ w
-    error = np.linalg.norm(y - want) / np.linalg.norm(want)
+    off = np.asarray(y, np.float64) - want
+    error = np.linalg.norm(off) / np.linalg.norm(want)
     # x, w and y are each rounded to 8 bits, or sums to 24.
     most = 2.0**-7 if dtype == jnp.bfloat16 else 2.0**-20
     assert error < most, (name, error)
-    print(
-      f"{common.ran_on(mesh)} on {chip.name}: {name}, relative Frobenius error"
-      f" {error:.1e}"
-    )
+    where = f"{common.ran_on(mesh)} on {chip.name}"
+    print(f"{where}: {name}, relative Frobenius error {error:.1e}")
   common.compile_if_asked(build, *case(chip, config)[1])
   if common.is_compiling():
     _report(chip, config)
@@ -166,18 +163,18 @@ def _report(chip: cm.Chip, config: Any) -> None:
     found = cm.predict(jax.jit(fn), type_, type_, chip=chip)
     return found.microseconds.central
 
-  sizes = tuple(config.predicted_sizes)
-  for block in (config.predicted_block, *sum(config.searched_blocks, ())):
+  sizes, searched = tuple(config.predicted_sizes), config.searched_blocks
+  for block in (config.predicted_block, *sum(searched, ())):
     if any(size % block for size in sizes):
       raise ValueError(
         f"Each of predicted_sizes={sizes} must be a multiple of {block}, of"
-        " predicted_block and searched_blocks. Change one of these settings."
+        " predicted_block and searched_blocks."
       )
   best = min(
-    map(tuple, config.searched_blocks),
+    map(tuple, searched),
     key=lambda blocks: us(summed(chip, blocks), jnp.float32, sizes[-1]),
   )
-  print(f"Of {len(config.searched_blocks)} the best blocks are {best}.")
+  print(f"Of {len(searched)} the best blocks are {best}.")
   rows = dict(steps(chip, config.predicted_block, best))
   rows["XLA, bfloat16"] = jnp.dot, jnp.bfloat16
   print(f"{'predicted TFLOP/s':20}" + "".join(f"{n:>8}" for n in sizes))
@@ -192,11 +189,10 @@ def _report(chip: cm.Chip, config: Any) -> None:
     axes.plot(sizes, rates, marker="o", label=name)
   axes.set(xlabel="M = N = K", ylabel="predicted TFLOP/s", title=chip.name)
   axes.legend()
-  path = pathlib.Path(config.plot)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=120)
+  pathlib.Path(config.plot).parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(config.plot, dpi=120)
   plt.close(figure)
-  print(f"Saved {path}. Predicted from machine code, not measured.")
+  print(f"Saved {config.plot}. Predicted from machine code, not measured.")
 
 
 if __name__ == "__main__":
