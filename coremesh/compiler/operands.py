@@ -17,8 +17,8 @@ import numpy as np
 from coremesh import _compat
 from coremesh._compat import aot as jax_aot
 
-# SMEM holds no more words than this; nothing larger steers a kernel.
-_MOST_WORDS = 1 << 18
+# SMEM holds no more than this; nothing larger steers a kernel.
+MOST_BYTES = 1 << 20
 # They run their program once, as it is.
 _CALLS = (
   *("jit", "closed_call", "core_call", "checkpoint", "eval_jaxpr"),
@@ -188,4 +188,4 @@ def _of_a_device(
 def _steers(value: Any) -> bool:
   dtype = np.dtype(value.dtype if hasattr(value, "dtype") else type(value))
   size = math.prod(np.shape(value))
-  return dtype.kind in "iu" and size * dtype.itemsize <= 4 * _MOST_WORDS
+  return dtype.kind in "iu" and size * dtype.itemsize <= MOST_BYTES

@@ -7,6 +7,8 @@ import re
 
 import numpy as np
 
+from coremesh.compiler.operands import MOST_BYTES
+
 _NAME = r"%?(?P<name>[\w.\-<>]+)"
 _INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?{_NAME} = (?P<rest>.*)$")
 _COMPUTATION = re.compile(rf"^(?P<entry>ENTRY )?{_NAME} .*\{{$")
@@ -28,7 +30,6 @@ _DTYPES = {
     ("f32", np.float32),
   )
 }
-_MOST_WORDS = 1 << 18
 # The result is the operand, as it is.
 _SAME = ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier")
 
@@ -220,7 +221,7 @@ def _laid_out(value: np.ndarray, shape: str) -> np.ndarray | None:
   where four rows of bytes make one row of words.
   """
   match = _SHAPE.match(shape)
-  if match is None or value.nbytes > 4 * _MOST_WORDS:
+  if match is None or value.nbytes > MOST_BYTES:
     return None
   order = [int(n) for n in (match["order"] or "").split(",") if n]
   if order != list(range(value.ndim))[::-1]:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, launch, place, tiles
+from coremesh.kernels import launches
 from coremesh.kernels._grouped import blocks as grouped_matmul_blocks
 from coremesh.kernels._grouped.blocks import GroupedProduct
 from coremesh.kernels._grouped.visits import Rows
@@ -77,15 +77,11 @@ def kernel(
   """A kernel on all TensorCores with the VMEM that the blocks need."""
   chip = place.current_chip()
   needed = grouped_matmul_blocks.vmem_bytes(problem, blocks)
-  return launch.kernel(
+  return launches.kernel(
     body,
-    mesh=chip.tensor_cores("core"),
     out=out,
     scratch=scratch,
-    compiler_params=pltpu.CompilerParams(
-      vmem_limit_bytes=vmem_limit_bytes(needed, chip)
-    ),
-    num_links=0,
+    vmem_limit_bytes=vmem_limit_bytes(needed, chip),
     name=name,
   )
 

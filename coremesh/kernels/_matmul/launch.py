@@ -7,11 +7,10 @@ import math
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from coremesh import _compat, chips, errors, launch, place, tiles
-from coremesh.kernels import layouts
+from coremesh import _compat, chips, errors, place, tiles
+from coremesh.kernels import launches, layouts
 from coremesh.kernels._matmul import blocks as matmul_blocks
 from coremesh.kernels._matmul import body
 from coremesh.kernels._matmul.blocks import Blocks, Product
@@ -130,13 +129,11 @@ def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
     chip,
     spilled_bytes=matmul_blocks.spilled_bytes(product, blocks, chip),
   )
-  kernel = launch.kernel(
+  kernel = launches.kernel(
     functools.partial(body.product, plan),
-    mesh=chip.tensor_cores("core"),
     out=out,
     scratch=body.scratch(plan, x, weights[0], operands, out),
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
-    num_links=0,
+    vmem_limit_bytes=limit,
     name="matmul",
   )
   return kernel(x, *weights, *operands)
