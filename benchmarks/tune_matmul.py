@@ -19,8 +19,7 @@ import jax
 
 import coremesh as cm
 from coremesh import spec
-from coremesh.kernels._matmul import blocks as matmul_blocks
-from coremesh.kernels._matmul import launch
+from coremesh.kernels._matmul import choice, launch, memory
 from coremesh.kernels._matmul import table as matmul_table
 from coremesh.kernels._matmul.blocks import Blocks, Product
 from coremesh.kernels.matmul import SPEC
@@ -35,12 +34,10 @@ _TRIALS = flags.DEFINE_integer("trials", 4, "Blocks to compile for a case.")
 def candidates(product: Product, chip: cm.Chip, count: int) -> list[Blocks]:
   """The blocks of the search space that the model takes for the fastest."""
   space = [b for b in SPEC.search_space["blocks"] if b is not None]
-  space += matmul_blocks.best(product, chip, count=count)
-  clipped = {matmul_blocks.clipped(product, b) for b in space}
-  fitting = [b for b in clipped if matmul_blocks.fits(product, b, chip)]
-  return sorted(fitting, key=lambda b: matmul_blocks.seconds(product, b, chip))[
-    :count
-  ]
+  space += choice.best(product, chip, count=count)
+  clipped = {choice.clipped(product, b) for b in space}
+  fitting = [b for b in clipped if memory.fits(product, b, chip)]
+  return sorted(fitting, key=lambda b: choice.seconds(product, b, chip))[:count]
 
 
 def trials(

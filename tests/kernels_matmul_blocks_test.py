@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
-from coremesh.kernels._matmul import blocks as matmul_blocks
-from coremesh.kernels._matmul import launch
+from coremesh.kernels._matmul import choice, launch, memory, streams
 from coremesh.kernels._matmul import table as matmul_table
 from coremesh.kernels._matmul.blocks import Blocks, Product
 from coremesh.kernels.matmul import SPEC
@@ -27,10 +26,10 @@ def _one_row(monkeypatch):
 def test_a_row_of_the_table_is_taken_first(_one_row):
   rows, columns, inner, split, part = _ROW
   want = Blocks(rows=rows, columns=columns, inner=inner, split=split, part=part)
-  assert matmul_blocks.choose(_PRODUCT, _V5P) == want
+  assert choice.choose(_PRODUCT, _V5P) == want
   # Operands of an epilogue leave the best blocks as they are.
   bias = dataclasses.replace(_PRODUCT, operand_bytes=4)
-  assert matmul_blocks.choose(bias, _V5P) == want
+  assert choice.choose(bias, _V5P) == want
 
 
 @pytest.mark.parametrize(
@@ -49,17 +48,17 @@ def test_a_row_of_the_table_is_taken_first(_one_row):
 )
 def test_a_row_is_of_one_product_only(_one_row, changes):
   other = dataclasses.replace(_PRODUCT, **changes)
-  assert matmul_blocks.tabulated(other, _V5P) is None
+  assert choice.tabulated(other, _V5P) is None
 
 
 def test_a_row_is_of_one_chip_and_one_version_of_the_kernel(
   _one_row, monkeypatch
 ):
-  assert matmul_blocks.tabulated(_PRODUCT, _V5P) is not None
+  assert choice.tabulated(_PRODUCT, _V5P) is not None
   for name in ("v5e", "v6e", "tpu7x"):
-    assert matmul_blocks.tabulated(_PRODUCT, cm.chip(name)) is None
+    assert choice.tabulated(_PRODUCT, cm.chip(name)) is None
   monkeypatch.setattr(matmul_table, "VERSION", matmul_table.VERSION + 1)
-  assert matmul_blocks.tabulated(_PRODUCT, _V5P) is None
+  assert choice.tabulated(_PRODUCT, _V5P) is None
 
 
 def test_a_row_that_does_not_fit_is_not_taken(monkeypatch):
@@ -67,8 +66,8 @@ def test_a_row_that_does_not_fit_is_not_taken(monkeypatch):
   key = matmul_table.key(product, _V5P)
   table = {key: (8192, 8192, 8192, "rows", None)}
   monkeypatch.setattr(matmul_table, "BLOCKS", table)
-  chosen = matmul_blocks.choose(product, _V5P)
-  assert chosen == matmul_blocks.best(product, _V5P, count=1)[0]
+  chosen = choice.choose(product, _V5P)
+  assert chosen == choice.best(product, _V5P, count=1)[0]
 
 
 def test_the_rows_of_the_table_are_those_of_cases_and_fit():
@@ -77,9 +76,9 @@ def test_the_rows_of_the_table_are_those_of_cases_and_fit():
   for chip in chips.values():
     for case in SPEC.cases.values():
       product = launch.product_of_types(*case.args, **case.options)
-      blocks = matmul_blocks.tabulated(product, chip)
+      blocks = choice.tabulated(product, chip)
       if blocks is not None:
-        assert matmul_blocks.fits(product, blocks, chip)
+        assert memory.fits(product, blocks, chip)
         found.add(matmul_table.key(product, chip))
   assert found == set(matmul_table.BLOCKS)
 
@@ -89,7 +88,7 @@ def test_the_rows_of_the_table_are_those_of_cases_and_fit():
 def test_first_chunks_are_the_first_block(inner, rows):
   product = Product(batch=1, rows=rows, columns=4096, inner=inner)
   blocks = Blocks(rows=rows, columns=512, inner=4096)
-  chunks = matmul_blocks.first_chunks(product, blocks, _V5P)
+  chunks = streams.first_chunks(product, blocks, _V5P)
   assert chunks[0] == 128 or len(chunks) == 1
   assert all(chunk % 128 == 0 for chunk in chunks)
   whole = min(4096, -(-inner // 128) * 128)
@@ -100,9 +99,9 @@ def test_clipped_blocks_are_those_inside_the_arrays():
   product = Product(batch=1, rows=100, columns=700, inner=300)
   blocks = Blocks(rows=512, columns=1024, inner=1024, part=512)
   want = Blocks(rows=112, columns=1024, inner=384, part=512)
-  assert matmul_blocks.clipped(product, blocks) == want
+  assert choice.clipped(product, blocks) == want
   narrow = dataclasses.replace(product, columns=500)
-  whole = matmul_blocks.clipped(narrow, blocks)
+  whole = choice.clipped(narrow, blocks)
   assert (whole.columns, whole.part) == (512, None)
 
 
@@ -121,19 +120,17 @@ def test_blocks_leave_room_for_what_is_spilled():
   chip = cm.chip("v5p:2x2x1")
   bare = Product(batch=1, rows=8192, columns=8192, inner=8192)
   block = Blocks(rows=2048, columns=1024, inner=1024)
-  assert matmul_blocks.fits(bare, block, chip)
+  assert memory.fits(bare, block, chip)
   # Without strips, and more so with an epilogue, more is on the way at once.
   odd = dataclasses.replace(bare, rows=8200)
   fused = dataclasses.replace(bare, has_epilogue=True)
-  spilled = [
-    matmul_blocks.spilled_bytes(p, block, chip) for p in (bare, odd, fused)
-  ]
+  spilled = [memory.spilled_bytes(p, block, chip) for p in (bare, odd, fused)]
   assert spilled[0] < spilled[1] < spilled[2]
-  assert not matmul_blocks.fits(odd, block, chip)
+  assert not memory.fits(odd, block, chip)
   small = dataclasses.replace(block, part=256)
-  assert matmul_blocks.fits(odd, small, chip)
+  assert memory.fits(odd, small, chip)
   most = chip.vmem_bytes_per_tensor_core
-  limit = matmul_blocks.vmem_limit_bytes
+  limit = memory.vmem_limit_bytes
   assert limit(most // 2, chip) < limit(most // 2, chip, spilled_bytes=most)
   assert limit(most // 2, chip, spilled_bytes=most) == most
 
@@ -144,18 +141,18 @@ def test_long_products_of_few_columns_have_room():
     jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 4096), (4096, 1024))
   )
   product = launch.product_of_types(x, w)
-  chosen = matmul_blocks.choose(product, _V5P)
-  needed = matmul_blocks.vmem_bytes(product, chosen)
-  spilled = matmul_blocks.spilled_bytes(product, chosen, _V5P)
+  chosen = choice.choose(product, _V5P)
+  needed = memory.vmem_bytes(product, chosen, _V5P)
+  spilled = memory.spilled_bytes(product, chosen, _V5P)
   assert needed + spilled <= _V5P.vmem_bytes_per_tensor_core
 
 
 def test_bare_products_of_whole_blocks_leave_in_strips():
   product = Product(batch=1, rows=1024, columns=256, inner=128)
   block = Blocks(rows=512, columns=256, inner=128)
-  assert matmul_blocks.num_strips(product, block) == 2
+  assert streams.num_strips(product, block) == 2
   low = dataclasses.replace(block, rows=256)
-  assert matmul_blocks.num_strips(product, low) == 1
+  assert streams.num_strips(product, low) == 1
   for change in (dict(rows=1000), dict(has_epilogue=True)):
     other = dataclasses.replace(product, **change)
-    assert matmul_blocks.num_strips(other, block) == 1
+    assert streams.num_strips(other, block) == 1

@@ -12,7 +12,9 @@ import pytest
 
 import coremesh as cm
 from coremesh.kernels import matmul, matmul_reference
-from coremesh.kernels._matmul.blocks import Blocks, Product, choose, vmem_bytes
+from coremesh.kernels._matmul.blocks import Blocks, Product
+from coremesh.kernels._matmul.choice import choose
+from coremesh.kernels._matmul.memory import vmem_bytes
 
 _SMALL = Blocks(rows=16, columns=128, inner=128)
 # A product of n terms of float32, each rounded to 24 bits, summed in another
@@ -403,7 +405,7 @@ def test_chosen_blocks_fit_vmem(name, sizes):
   m, n, k = sizes
   product = Product(batch=1, rows=m, columns=n, inner=k)
   blocks = choose(product, chip)
-  assert vmem_bytes(product, blocks) <= chip.vmem_bytes_per_tensor_core
+  assert vmem_bytes(product, blocks, chip) <= chip.vmem_bytes_per_tensor_core
 
 
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

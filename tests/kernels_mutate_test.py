@@ -17,6 +17,7 @@ from coremesh import kernels
 from coremesh.kernels._attention import backward_blocks
 from coremesh.kernels._attention.backward_blocks import BackwardBlocks
 from coremesh.kernels._attention.blocks import Blocks as AttentionBlocks
+from coremesh.kernels._matmul import streams
 from coremesh.kernels._matmul.blocks import Blocks
 
 type _Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -36,9 +37,10 @@ def _normal(*shape: int) -> jax.Array:
 
 
 def _matmul() -> _Case:
-  blocks = Blocks(rows=8, columns=128, inner=128)
+  """More blocks of the output than slots, of several blocks of K."""
+  blocks = Blocks(rows=8, columns=128, inner=128, split="columns")
   fn = functools.partial(kernels.matmul, blocks=blocks)
-  return fn, (_normal(24, 260), _normal(260, 200))
+  return fn, (_normal(8, 260), _normal(260, 1280))
 
 
 def _matmul_in_parts() -> _Case:
@@ -49,6 +51,13 @@ def _matmul_in_parts() -> _Case:
     return kernels.matmul(x, w, residual, epilogue=jnp.add, blocks=blocks)
 
   return fn, (_normal(24, 100), _normal(100, 600), _normal(24, 600))
+
+
+def _matmul_of_halves() -> _Case:
+  """Each core sums over half of K, and finishes a part of the output."""
+  blocks = Blocks(rows=8, columns=256, inner=128, part=128, split="inner")
+  fn = functools.partial(kernels.matmul, blocks=blocks)
+  return fn, (_normal(8, 900), _normal(900, 256))
 
 
 def _grouped_matmul() -> _Case:
@@ -115,6 +124,7 @@ def _reductions() -> _Case:
 _CASES: dict[str, tuple[Callable[[], _Case], int]] = {
   "matmul": (_matmul, 17),
   "matmul, in parts": (_matmul_in_parts, 17),
+  "matmul, of halves": (_matmul_of_halves, 30),
   "grouped_matmul": (_grouped_matmul, 11),
   "grouped_weight_gradient": (_grouped_weight_gradient, 11),
   "attention": (_attention, 17),
@@ -131,6 +141,7 @@ _UNREACHED = {"matmul, in parts": ["delete", "duplicate"]}
 @pytest.mark.parametrize("name", _CASES)
 def test_each_wait_is_needed(name, monkeypatch):
   monkeypatch.setattr(backward_blocks, "choose", lambda *_: _BACKWARD)
+  monkeypatch.setattr(streams, "MOST_SLOTS", 2 if "parts" in name else 4)
   case, num_mutants = _CASES[name]
   fn, args = case()
   report = cm.mutate(jax.jit(fn), *args, seeds=1)

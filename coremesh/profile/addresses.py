@@ -10,7 +10,7 @@ machine code of signals and copies whose receiver is known:
               3 << 29 | semaphore of the other << 16 | semaphore
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 import dataclasses
 import math
 
@@ -104,13 +104,18 @@ def identity(program: Program, num_devices: int) -> Identity:
   """
   made = {s.result.value: s for s in program.slots if s.result is not None}
   stored = {_name(s.operands[0]) for s in program.slots if s.opcode == "sst"}
+  cores = {
+    _name(s.operands[0])
+    for s in program.slots
+    if s.opcode == "sld" and any("core id" in note for note in s.notes)
+  }
   devices, replicas = set(), set()
   for slot in program.slots:
     if slot.opcode != "sadd.s32":
       continue
     for one, other in (slot.operands, slot.operands[::-1]):
       device = _loaded(made, one)
-      if num_devices == 1 and _is_half_of_core(made, other):
+      if num_devices == 1 and _is_half(made, other, cores):
         replicas.update({device} - stored - {None})
       replica = _loaded(made, _unscaled(made, other, num_devices))
       if device and replica and not {device, replica} & stored:
@@ -154,12 +159,24 @@ def _loaded(made: Mapping[int, Slot], operand: Operand | None) -> str | None:
   return _name(slot.operands[0]) if slot and slot.opcode == "sld" else None
 
 
-def _is_half_of_core(made: Mapping[int, Slot], operand: Operand) -> bool:
+def _is_half(
+  made: Mapping[int, Slot], operand: Operand, words: Set[str | None]
+) -> bool:
+  """Whether an operand is half of one of some words of SMEM."""
   half = _made_by(made, operand)
   if half is None or half.opcode != "sshrl.u32" or half.operands[1] != 1:
     return False
-  core = _made_by(made, half.operands[0])
-  return core is not None and any("core id" in note for note in core.notes)
+  load = _made_by(made, half.operands[0])
+  if load is None or load.opcode != "sld":
+    return False
+  address = load.operands[0]
+  if isinstance(address, Address) and len(address.terms) == 1:
+    # Under a predicate: where that does not hold, some other word is loaded.
+    [term] = address.terms
+    select = _made_by(made, term if isinstance(term, Register) else None)
+    if select is not None and select.opcode == "scalar_select":
+      address = select.operands[1]
+  return _name(address) in words - {None}
 
 
 def _unscaled(

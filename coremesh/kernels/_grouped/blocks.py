@@ -7,7 +7,9 @@ import math
 
 from coremesh import chips
 from coremesh.kernels._grouped.visits import LARGE_PIECES
-from coremesh.kernels._matmul.blocks import VMEM_SHARE, Blocks, chip_clock_hz
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.memory import VMEM_SHARE
+from coremesh.kernels._matmul.streams import chip_clock_hz
 
 # Of a copy: as long for all blocks, so that it decides nothing between them.
 _LATENCY_SECONDS = 0.4e-6

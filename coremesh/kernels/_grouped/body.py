@@ -19,8 +19,8 @@ from coremesh.kernels._grouped.visits import (
   share,
   with_offsets,
 )
-from coremesh.kernels._matmul.body import inside
 from coremesh.kernels._matmul.call import sum_dtype
+from coremesh.kernels._matmul.terms import inside
 from coremesh.partition import num_blocks
 
 # A block is copied as soon as there is room, not one step ahead: a short visit

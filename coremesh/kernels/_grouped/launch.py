@@ -11,20 +11,26 @@ from coremesh.kernels import launches
 from coremesh.kernels._grouped import blocks as grouped_matmul_blocks
 from coremesh.kernels._grouped.blocks import GroupedProduct
 from coremesh.kernels._grouped.visits import Rows
-from coremesh.kernels._matmul.blocks import Blocks, vmem_limit_bytes
+from coremesh.kernels._matmul.blocks import Blocks
+from coremesh.kernels._matmul.memory import vmem_limit_bytes
 
 
 def blocks_of(problem: GroupedProduct, given: Blocks | None) -> Blocks:
   """The blocks that are given, or those that are chosen.
 
   Raises:
-    ShapeError: the given ones have a part.
+    ShapeError: the given ones have a part, or another split.
   """
   if given is None:
     return grouped_matmul_blocks.choose(problem, place.current_chip())
   if given.part is not None:
     raise errors.ShapeError(
       f"part of Blocks must be None for a grouped product; got {given.part}."
+    )
+  if given.split not in ("rows", "columns"):
+    raise errors.ShapeError(
+      "split of Blocks must be 'rows' or 'columns' for a grouped product; got"
+      f" {given.split!r}."
     )
   return given
 

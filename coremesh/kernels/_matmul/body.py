@@ -11,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh import tiles
+from coremesh import barriers
 from coremesh.kernels import blocks
+from coremesh.kernels._matmul import join, terms
 from coremesh.kernels._matmul.call import sum_dtype
 from coremesh.kernels._matmul.plan import Indices, Plan, Steps
 from coremesh.kernels._matmul.windows import Part, Window
@@ -30,6 +31,7 @@ def scratch(plan: Plan, x: Any, w: Any, operands: Sequence[Any], out: Any):
     *(window("mn", operand) for operand in operands),
     window("mn", out, num_parts=num_parts),
     *[sums] * (num_weights if plan.has_sums else 0),
+    *(join.scratch(plan, sums) if plan.joins else ()),
   ]
 
 
@@ -41,9 +43,12 @@ def product(plan: Plan, *refs: Any) -> None:
     *refs: x, weights, operands of the epilogue and the output, in HBM; then
       `scratch`.
   """
-  num_arrays = (len(refs) - plan.has_sums * plan.call.num_weights) // 2
-  num_operands = num_arrays - plan.call.num_weights - 2
-  axes = [plan.x_axes, *[plan.w_axes] * plan.call.num_weights]
+  num_weights = plan.call.num_weights
+  num_sums = num_weights * plan.has_sums
+  num_received = (num_weights + 1) * plan.joins
+  num_arrays = (len(refs) - num_sums - num_received) // 2
+  num_operands = num_arrays - num_weights - 2
+  axes = [plan.x_axes, *[plan.w_axes] * num_weights]
   axes += ["mn"] * (num_operands + 1)
   *inputs, out = [
     Window(plan=plan, axes=own, hbm=hbm, vmem=vmem, sems=sems)
@@ -51,52 +56,69 @@ def product(plan: Plan, *refs: Any) -> None:
       axes, refs[:num_arrays], refs[num_arrays : 2 * num_arrays], strict=True
     )
   ]
+  index = jax.lax.axis_index("core")
   core = _Core(
     plan=plan,
-    steps=Steps.of_core(plan, jax.lax.axis_index("core")),
+    index=index,
+    steps=Steps.of_core(plan, index),
     inputs=inputs,
     out=out,
-    sums=refs[2 * num_arrays :],
+    sums=refs[2 * num_arrays :][:num_sums],
+    received=refs[2 * num_arrays + num_sums :],
   )
   pl.when(core.steps.count > 0)(core.run)
+
+
+class _Cursor(NamedTuple):
+  """A step, and the slots of its blocks of the inputs."""
+
+  step: Indices
+  slots: Sequence[Any]
 
 
 class _Place(NamedTuple):
   """Where a core is, as the loop over its steps carries it.
 
   Attributes:
-    step: the indices of the step.
-    slots: where the block of each input is.
+    now: the step whose blocks are multiplied.
+    ahead: the last step whose blocks have been asked for.
     tile: blocks of the output that are complete.
-    before: a step of the last that is.
+    oldest: a step of the oldest of these that has not been awaited.
   """
 
-  step: Indices
-  slots: Sequence[Any]
+  now: _Cursor
+  ahead: _Cursor
   tile: Any
-  before: Indices
+  oldest: Indices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Core:
   """What a core does.
 
-  The copies of a step start before the products of the step before it, and are
-  awaited after them. The output leaves in parts, and is awaited one block of
-  the output later.
+  The copies to all slots but one are on their way while the blocks in that are
+  multiplied. The output leaves in parts, and is awaited when its slot is to be
+  written again.
   """
 
   plan: Plan
+  index: Any
   steps: Steps
   inputs: Sequence[Window]
   out: Window
   sums: Sequence[Any]
+  received: Sequence[Any]
+
+  @property
+  def num_ahead(self) -> int:
+    """Steps, and blocks of the output, that copies may be away from now."""
+    return self.plan.num_slots - 1
 
   def run(self) -> None:
     zero = np.int32(0)
-    first = self.steps.first
-    slots = (zero,) * len(self.inputs)
-    place = _Place(tuple(first), slots, zero, tuple(first))
+    first = tuple(self.steps.first)
+    cursor = _Cursor(first, (zero,) * len(self.inputs))
+    place = _Place(cursor, cursor, zero, first)
     with jax.named_scope("first_block"):
       place = self._first_step(place)
 
@@ -106,7 +128,11 @@ class _Core:
 
     with jax.named_scope("blocks"):
       place = blocks.loop(self.steps.count, step, place, first=1)
-    self._await_out(place.before, place.tile - 1)
+    if self.plan.joins:
+      with jax.named_scope("join"):
+        self._join(place)
+    else:
+      self._await_all(place)
 
   def _first_step(self, place: _Place) -> _Place:
     """Multiplies the first block chunk by chunk, as they come."""
@@ -115,76 +141,105 @@ class _Core:
     for copies, _ in chunks:
       for copy in copies:
         copy.start()
+    if self.plan.joins:
+      barriers.core_barrier("core")
+    # Small blocks are a matter of latency, large ones of HBM's bandwidth.
+    last = len(chunks) - 1
+    asks_at = last if self.num_ahead == 1 else 0
     for i, (copies, (start, size)) in enumerate(chunks):
-      is_last = i == len(chunks) - 1
-      if is_last:
-        self._start_next(0, place)
+      if i == asks_at:
+        for number in range(1, self.plan.num_slots):
+          place = self._start(number, place)
       for copy in copies:
         copy.wait()
-      ends = is_last and plan.k.num_blocks == 1
+      ends = i == last and plan.k.num_blocks == 1
       self._multiply(place, start, size, begins=i == 0, ends=ends)
-    return self._await_next(0, place)
+    return self._move_on(0, place)
 
   def _chunks(self, place: _Place) -> Iterator[tuple[list[Any], Any]]:
     """The copies of each chunk of the first block, and where it is in it."""
+    step, slots = place.now
     start, last = 0, len(self.plan.chunks) - 1
     for number, length in enumerate(self.plan.chunks):
       part = None
       if last:
         part = Part(number=number, at={"k": pl.ds(start, length)})
       copies = [
-        window.copy_in(place.step, slot, part if "k" in window.axes else None)
-        for window, slot in zip(self.inputs, place.slots, strict=True)
+        window.copy_in(step, slot, part if "k" in window.axes else None)
+        for window, slot in zip(self.inputs, slots, strict=True)
         if "k" in window.axes or number == last
       ]
       yield copies, (start, min(length, self.plan.k.size - start))
       start += length
 
   def _step(self, number: Any, place: _Place) -> _Place:
-    self._start_next(number, place)
-    axis, k = self.plan.k, place.step[-1]
+    place = self._start(number + np.int32(self.num_ahead), place)
+    axis, k = self.plan.k, place.now.step[-1]
     last = axis.num_blocks - 1
     rest = axis.size - last * axis.block
+    ends = not self.plan.joins
     multiply = functools.partial(self._multiply, place, 0)
     begin = functools.partial(multiply, axis.block, begins=True)
     go_on = functools.partial(multiply, axis.block)
-    end = functools.partial(multiply, rest, begins=last == 0, ends=True)
+    end = functools.partial(multiply, rest, begins=last == 0, ends=ends)
     if last == 0:
       end()
     else:
-      pl.when(k == 0)(begin)
+      if ends:
+        pl.when(k == 0)(begin)
       if last > 1:
-        pl.when((k > 0) & (k < last))(go_on)
+        pl.when(((k > 0) | (not ends)) & (k < last))(go_on)
       pl.when(k == last)(end)
-    return self._await_next(number, place)
+    return self._move_on(number, place)
 
-  def _next(self, number: Any, place: _Place) -> Iterator[Any]:
-    """For each input: whether the next step takes another block; its copy."""
-    step = self.steps.after(place.step)
-    more = jnp.bool_(number + 1 < self.steps.count)
-    for window, slot in zip(self.inputs, place.slots, strict=True):
-      changes = window.changes(place.step, step) & more
-      yield changes, functools.partial(window.copy_in, step, 1 - slot)
+  def _next(self, cursor: _Cursor, number: Any) -> Iterator[Any]:
+    """For each input: whether the step after takes another block, and its slot.
 
-  def _start_next(self, number: Any, place: _Place) -> None:
-    for changes, copy in self._next(number, place):
-      pl.when(changes)(lambda copy=copy: copy().start())
+    Args:
+      cursor: at the step before.
+      number: of the step after; there may be none.
+    """
+    step = self.steps.after(cursor.step)
+    more = jnp.bool_(number < self.steps.count)
+    for window, slot in zip(self.inputs, cursor.slots, strict=True):
+      changes = window.changes(cursor.step, step) & more
+      yield window, changes, self.plan.next_slot(slot)
 
-  def _await_next(self, number: Any, place: _Place) -> _Place:
+  def _start(self, number: Any, place: _Place) -> _Place:
+    """Asks for the blocks of a step, the one after those asked for."""
+    step = tuple(self.steps.after(place.ahead.step))
     slots = []
-    for slot, (changes, copy) in zip(
-      place.slots, self._next(number, place), strict=True
+    for old, (window, changes, slot) in zip(
+      place.ahead.slots, self._next(place.ahead, number), strict=True
     ):
+      copy = functools.partial(window.copy_in, step, slot)
+      pl.when(changes)(lambda copy=copy: copy().start())
+      slots.append(jnp.where(changes, slot, old))
+    return place._replace(ahead=_Cursor(step, tuple(slots)))
+
+  def _move_on(self, number: Any, place: _Place) -> _Place:
+    """Awaits the blocks of the step after that of a number."""
+    now = place.now
+    step = tuple(self.steps.after(now.step))
+    slots = []
+    for old, (window, changes, slot) in zip(
+      now.slots, self._next(now, number + 1), strict=True
+    ):
+      copy = functools.partial(window.copy_in, step, slot)
       pl.when(changes)(lambda copy=copy: copy().wait())
-      slots.append(jnp.where(changes, 1 - slot, slot))
-    ended = place.step[-1] == self.plan.k.num_blocks - 1
-    before = [
-      jnp.where(ended, new, old)
-      for new, old in zip(place.step, place.before, strict=True)
+      slots.append(jnp.where(changes, slot, old))
+    place = place._replace(now=_Cursor(step, tuple(slots)))
+    if self.plan.joins:
+      return place
+    ended = now.step[-1] == self.plan.k.num_blocks - 1
+    awaited = ended & (place.tile >= self.num_ahead)
+    after = self.steps.after_output(place.oldest)
+    oldest = [
+      jnp.where(awaited, new, old)
+      for new, old in zip(after, place.oldest, strict=True)
     ]
-    step = tuple(self.steps.after(place.step))
     tile = place.tile + jnp.asarray(ended, np.int32)
-    return _Place(step, tuple(slots), tile, tuple(before))
+    return place._replace(tile=tile, oldest=tuple(oldest))
 
   def _multiply(
     self,
@@ -220,25 +275,24 @@ class _Core:
           for total, value in zip(self.sums, totals, strict=True):
             total[rows, columns] = value
 
-    blocks.loop(self.plan.num_parts(place.step), part, None)
+    blocks.loop(self.plan.num_parts(place.now.step), part, None)
     if ends:
-      pl.when(place.tile > 0)(
-        lambda: self._await_out(place.before, place.tile - 1)
-      )
+      oldest = place.tile - np.int32(self.num_ahead)
+      pl.when(oldest >= 0)(lambda: self._await_out(place.oldest, oldest))
 
   def _products(self, place, start, size, rows, columns) -> list[jax.Array]:
     plan = self.plan
     x, *weights = [
       window.vmem.at[slot]
-      for window, slot in zip(self.inputs, place.slots, strict=True)
+      for window, slot in zip(self.inputs, place.now.slots, strict=True)
     ][: 1 + plan.call.num_weights]
     x_axis, w_axis = plan.x_axes.index("k"), plan.w_axes.index("k")
     dot = functools.partial(
-      _dot, axes=(x_axis, w_axis), precision=plan.call.precision
+      terms.dot, axes=(x_axis, w_axis), precision=plan.call.precision
     )
-    x_part = inside(x, x_axis, size, start=start, other=rows)
+    x_part = terms.inside(x, x_axis, size, start=start, other=rows)
     return [
-      dot(x_part, inside(w, w_axis, size, start=start, other=columns))
+      dot(x_part, terms.inside(w, w_axis, size, start=start, other=columns))
       for w in weights
     ]
 
@@ -253,14 +307,39 @@ class _Core:
         if window.vmem.shape[-1] == 1
         else window.vmem[slot, :, columns]
         for window, slot in zip(
-          self.inputs[count:], place.slots[count:], strict=True
+          self.inputs[count:], place.now.slots[count:], strict=True
         )
       ]
       totals = [epilogue(*totals, *operands)]
-    slot = place.tile & 1
+    slot = self._out_slot(place.tile)
     out = self.out.vmem.at[slot, rows, columns]
     out[...] = jnp.broadcast_to(totals[0], out.shape).astype(out.dtype)
-    self._copy_out(place.step, slot, number, strip).start()
+    self._copy_out(place.now.step, slot, number, strip).start()
+
+  def _join(self, place: _Place) -> None:
+    """Adds the sums of the other core, and finishes this core's parts."""
+    *received, sems = self.received
+    join.exchange(self.plan, self.index, self.sums, received, sems)
+    (rows,) = self.plan.strips
+    step = self.steps.first
+
+    def finish(number: int) -> None:
+      columns = self.plan.part(number)
+      totals = [total[rows, columns] for total in self.sums]
+      self._finish(place, number, 0, totals)
+
+    def finish_all(parts: range) -> None:
+      for number in parts:
+        finish(number)
+      for number in parts:
+        self._copy_out(step, np.int32(0), number, 0).wait()
+
+    for core in range(self.plan.num_cores):
+      parts = join.parts_of(self.plan, core)
+      pl.when(self.index == core)(lambda parts=parts: finish_all(parts))
+
+  def _out_slot(self, tile: Any) -> Any:
+    return tile & np.int32(self.plan.num_slots - 1)
 
   def _copy_out(self, step: Indices, slot: Any, number: Any, strip: int) -> Any:
     plan, part = self.plan, None
@@ -276,55 +355,16 @@ class _Core:
 
     def wait(number, _):
       for strip in range(self.plan.num_strips):
-        self._copy_out(step, tile & 1, number, strip).wait()
+        self._copy_out(step, self._out_slot(tile), number, strip).wait()
 
     blocks.loop(self.plan.num_parts(step), wait, None)
 
+  def _await_all(self, place: _Place) -> None:
+    """Waits for the blocks of the output that are on their way."""
 
-def _dot(
-  x: jax.Array, w: jax.Array, *, axes: tuple[int, int], precision: Any
-) -> jax.Array:
-  """x [M, K] times w [K, N], either transposed where its axis of K says so.
+    def wait(tile, oldest):
+      self._await_out(oldest, jnp.asarray(tile, np.int32))
+      return tuple(self.steps.after_output(oldest))
 
-  Pallas takes a single row on the right for a vector, and then fails to lower
-  what is no float32: that row is multiplied as a tile of such rows.
-  """
-  is_vector = axes == (1, 1) and w.shape[0] == 1 and w.dtype != jnp.float32
-  if is_vector:
-    w = jnp.broadcast_to(w, (tiles.SUBLANES, w.shape[1]))
-  product = jax.lax.dot_general(
-    x,
-    w,
-    (((axes[0],), (axes[1],)), ((), ())),
-    precision=precision,
-    preferred_element_type=sum_dtype(x.dtype),
-  )
-  return product[:, :1] if is_vector else product
-
-
-def inside(
-  ref: Any, axis: int, size: int, *, start: int = 0, other: Any = slice(None)
-) -> jax.Array:
-  """What of a block is to be summed, followed by zeros up to a tile.
-
-  Args:
-    ref: [rows, columns] in VMEM, of which one axis is K.
-    axis: that axis.
-    size: of K, all of it inside the arrays.
-    start: where in the block it begins.
-    other: what of the other axis to take.
-  """
-
-  def part(start: int, size: int) -> jax.Array:
-    along = pl.ds(start, size)
-    return ref[(along, other) if axis == 0 else (other, along)]
-
-  tail = size % tiles.LANES
-  if not tail or start + size == ref.shape[axis]:
-    return part(start, size)
-  last = part(start + size - tail, tiles.LANES)
-  position = jax.lax.broadcasted_iota(jnp.int32, last.shape, axis)
-  last = jnp.where(position < tail, last, jnp.zeros_like(last))
-  if size == tail:
-    return last
-  return jnp.concatenate([part(start, size - tail), last], axis)
+    first = jnp.maximum(place.tile - np.int32(self.num_ahead), np.int32(0))
+    jax.lax.fori_loop(first, place.tile, wait, place.oldest)

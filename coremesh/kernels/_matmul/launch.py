@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from coremesh import _compat, chips, errors, place, tiles
 from coremesh.kernels import launches, layouts
-from coremesh.kernels._matmul import blocks as matmul_blocks
-from coremesh.kernels._matmul import body
-from coremesh.kernels._matmul.blocks import Blocks, Product
+from coremesh.kernels._matmul import body, choice, memory, streams
+from coremesh.kernels._matmul.blocks import Blocks, Product, split_fault
 from coremesh.kernels._matmul.call import (
   Call,
   default_out_dtype,
@@ -22,6 +21,9 @@ from coremesh.kernels._matmul.call import (
   sum_dtype,
 )
 from coremesh.kernels._matmul.plan import Axis, Plan
+
+# Axes of the plan that blocks are shared along.
+_SHARED = {"rows": "m", "columns": "n", "batch": "b", "inner": "k"}
 
 
 def run(call: Call, *arrays: jax.Array) -> jax.Array:
@@ -120,14 +122,14 @@ def _product(
 def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
   chip = place.current_chip()
   product = _product(call, shape, k, x.dtype, operands)
-  blocks = call.blocks or matmul_blocks.choose(product, chip)
-  _check_rows(product, blocks)
+  blocks = call.blocks or choice.choose(product, chip)
+  _check_blocks(product, blocks)
   plan = _plan(call, shape[:-2], product, blocks, chip)
   out = jax.ShapeDtypeStruct(shape, call.out_dtype)
-  limit = matmul_blocks.vmem_limit_bytes(
-    matmul_blocks.vmem_bytes(product, blocks),
+  limit = memory.vmem_limit_bytes(
+    memory.vmem_bytes(product, blocks, chip),
     chip,
-    spilled_bytes=matmul_blocks.spilled_bytes(product, blocks, chip),
+    spilled_bytes=memory.spilled_bytes(product, blocks, chip),
   )
   kernel = launches.kernel(
     functools.partial(body.product, plan),
@@ -142,20 +144,22 @@ def _launched(call: Call, shape, k: int, x, weights, operands) -> jax.Array:
 def _plan(
   call: Call, batch, product: Product, blocks: Blocks, chip: chips.Chip
 ) -> Plan:
-  chunks = matmul_blocks.first_chunks(product, blocks, chip)
+  chunks = streams.first_chunks(product, blocks, chip)
   columns = blocks.columns_at_a_time
   num_parts = -(-min(product.columns, blocks.columns) // columns)
+  whole_part = columns if num_parts > 1 else tiles.LANES
   return Plan(
     call=call,
     batch=tuple(batch),
     m=_axis(product.rows, blocks.rows, product.row_tile),
-    n=_axis(product.columns, blocks.columns, tiles.LANES, num_parts),
+    n=_axis(product.columns, blocks.columns, whole_part, num_parts),
     k=_axis(product.inner, blocks.inner, tiles.LANES, len(chunks)),
     columns=columns,
-    num_strips=matmul_blocks.num_strips(product, blocks),
+    num_strips=streams.num_strips(product, blocks),
     chunks=chunks,
-    split="m" if blocks.split == "rows" else "n",
+    split=_SHARED[blocks.split],
     num_cores=chip.tensor_cores_per_device,
+    num_slots=streams.num_slots(product, blocks, chip),
   )
 
 
@@ -166,13 +170,15 @@ def _axis(size: int, block: int, tile: int, num_parts: int = 1) -> Axis:
   return Axis(size=size, block=min(block, -(-size // tile) * tile))
 
 
-def _check_rows(product: Product, blocks: Blocks) -> None:
+def _check_blocks(product: Product, blocks: Blocks) -> None:
   if blocks.rows < product.rows and blocks.rows % product.row_tile:
     raise errors.ShapeError(
       f"rows of Blocks must be a multiple of {product.row_tile} for"
       f" {product.dtype} with transpose_x={product.transpose_x}, or at least"
       f" all {product.rows}; got {blocks.rows}."
     )
+  if fault := split_fault(product, blocks):
+    raise errors.ShapeError(f"split={blocks.split!r} of Blocks {fault}.")
 
 
 def _without_sum(call: Call, shape: tuple[int, ...], arrays) -> jax.Array:

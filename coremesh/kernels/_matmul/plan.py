@@ -60,8 +60,10 @@ class Plan:
     num_strips: strips of rows of these, each of which leaves for HBM while the
       next is multiplied.
     chunks: parts of the first block along K, which is multiplied as it comes.
-    split: the axis that the cores share, "m" or "n".
+    split: the axis that the cores share, "m", "n" or "k", or "b" for one of the
+      leading axes.
     num_cores: that share it.
+    num_slots: blocks of each array in VMEM, a power of two.
   """
 
   call: Call
@@ -74,6 +76,7 @@ class Plan:
   chunks: tuple[int, ...]
   split: str
   num_cores: int
+  num_slots: int
 
   @property
   def axes(self) -> Mapping[str, Axis]:
@@ -88,6 +91,22 @@ class Plan:
   def w_axes(self) -> str:
     """The last two axes of a weight."""
     return "nk" if self.call.transpose_w else "kn"
+
+  @property
+  def shared_axis(self) -> int:
+    """Which of the leading axes, M, N and K the cores share."""
+    if self.split != "b":
+      return len(self.batch) + "mnk".index(self.split)
+
+    def share(axis: int) -> float:
+      return num_blocks(self.batch[axis], self.num_cores) / self.batch[axis]
+
+    return min(range(len(self.batch)), key=share)
+
+  @property
+  def joins(self) -> bool:
+    """Whether each core sums over a part of K, so that sums are to be added."""
+    return self.split == "k" and self.num_cores > 1
 
   @property
   def has_parts(self) -> bool:
@@ -115,6 +134,10 @@ class Plan:
     is_last = indices[-2] == last
     return jnp.where(is_last, np.int32(least), np.int32(most))
 
+  def next_slot(self, slot: Any) -> Any:
+    """The slot of the block that is copied after that in a slot."""
+    return (slot + np.int32(1)) & np.int32(self.num_slots - 1)
+
   def part(self, number: Any) -> Any:
     """The columns of a part of a block of the output."""
     if self.columns >= self.n.block:
@@ -141,7 +164,7 @@ class Steps:
     sizes: list[Any] = [*plan.batch]
     sizes += [axis.num_blocks for axis in plan.axes.values()]
     first: list[Any] = [np.int32(0)] * len(sizes)
-    shared = len(sizes) - 3 + "mnk".index(plan.split)
+    shared = plan.shared_axis
     share = num_blocks(sizes[shared], plan.num_cores)
     if plan.num_cores > 1:
       first[shared] = core * np.int32(share)
@@ -153,12 +176,21 @@ class Steps:
     return cls(first=first, sizes=sizes)
 
   @property
+  def last_of_k(self) -> Any:
+    """The last block along K."""
+    return self.first[-1] + self.sizes[-1] - 1
+
+  @property
   def count(self) -> Any:
     """How many there are."""
     count: Any = 1
     for size in self.sizes:
       count = count * size
     return count
+
+  def after_output(self, indices: Indices) -> Indices:
+    """The first step of the next block of the output."""
+    return self.after((*indices[:-1], self.last_of_k))
 
   def after(self, indices: Indices) -> Indices:
     """The step after one; after the last, the first."""

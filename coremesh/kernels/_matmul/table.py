@@ -3,14 +3,16 @@
 `python -m benchmarks.tune_matmul` writes BLOCKS, the end of this file.
 """
 
-from typing import Any, Literal
+from typing import Any
+
+from coremesh.kernels._matmul.blocks import Split
 
 # Of the kernel that the blocks are for. A change of the kernel that makes other
 # blocks the fastest raises it: no row of another version is ever found.
 VERSION = 1
 
 # Rows, columns, inner, split and part of Blocks.
-type Row = tuple[int, int, int, Literal["rows", "columns"], int | None]
+type Row = tuple[int, int, int, Split, int | None]
 
 
 def key(product: Any, chip: Any) -> str:

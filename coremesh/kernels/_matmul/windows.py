@@ -12,9 +12,6 @@ import numpy as np
 from coremesh import tiles
 from coremesh.kernels._matmul.plan import Indices, Plan
 
-# Blocks of an array in VMEM: one is in use, one is on its way.
-NUM_SLOTS = 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
@@ -39,8 +36,8 @@ class Window:
     axes: what the last two axes of the array are, of "m", "n" and "k".
     hbm: the array. It has the leading axes of the output or the last of them;
       an axis of size 1 is broadcast.
-    vmem: [NUM_SLOTS, rows, columns], in VMEM.
-    sems: [NUM_SLOTS, parts], of DMAs.
+    vmem: [slots, rows, columns], in VMEM.
+    sems: [slots, parts], of DMAs.
   """
 
   plan: Plan
@@ -57,8 +54,8 @@ class Window:
       for size, axis in zip(array.shape[-2:], axes, strict=True)
     ]
     return (
-      pltpu.VMEM((NUM_SLOTS, *block), array.dtype),
-      pltpu.SemaphoreType.DMA((NUM_SLOTS, num_parts)),
+      pltpu.VMEM((plan.num_slots, *block), array.dtype),
+      pltpu.SemaphoreType.DMA((plan.num_slots, num_parts)),
     )
 
   def changes(self, before: Indices, after: Indices) -> Any:

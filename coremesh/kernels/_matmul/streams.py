@@ -1,0 +1,95 @@
+"""How blocks of a matrix product come and leave: chunks, slots and strips."""
+
+from coremesh import chips, tiles
+from coremesh.kernels._matmul.blocks import Blocks, Product
+
+# Copies start to arrive after this long: the DMA latency of a v5p that
+# `profile/rates.py` takes from published times.
+LATENCY_SECONDS = 0.76e-6
+MOST_SLOTS = 8
+# Fewer rows would leave the matrix units idle between two strips.
+_STRIP_ROWS = 256
+
+
+def first_chunks(
+  product: Product, blocks: Blocks, chip: chips.Chip
+) -> tuple[int, ...]:
+  """Parts along K of the first block, to be multiplied as they arrive.
+
+  The first is small, so that the matrix units start early; each other is as
+  large as what arrives while the one before is multiplied.
+  """
+  p, b = product, blocks
+  total = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
+  cycles = p.num_weights * product_cycles(p, b.rows, b.columns, 1, chip)
+  per_second = chip.hbm_bytes_per_second_per_device
+  loaded = p.in_bytes * (b.rows + p.num_weights * b.columns)
+  loaded *= chip.tensor_cores_per_device
+  growth = min(cycles / chip_clock_hz(chip) / (loaded / per_second), 8.0)
+  chunks, size = [], tiles.LANES
+  while total > 0:
+    size = min(size, total)
+    if total - size < size // 2:
+      size = total
+    chunks.append(size)
+    total -= size
+    arriving = int(size * growth) // tiles.LANES * tiles.LANES
+    size = max(size + tiles.LANES, arriving)
+  return tuple(chunks)
+
+
+def num_slots(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
+  """Blocks of each array in VMEM: 2, or more where these are small.
+
+  While one is multiplied, copies are under way of as much as HBM gives a core
+  in the time that the first of it takes to arrive. A power of two.
+  """
+  per_second = chip.hbm_bytes_per_second_per_device
+  arriving = LATENCY_SECONDS * per_second / chip.tensor_cores_per_device
+  ahead = arriving / loaded_bytes(product, blocks)
+  return next((n for n in (2, 4) if ahead <= n - 1), MOST_SLOTS)
+
+
+def loaded_bytes(product: Product, blocks: Blocks) -> int:
+  """Bytes of x and the weights that a step copies in, but where rows begin."""
+  p, b = product, blocks
+  depth = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
+  rows = min(b.rows, tiles.rounded_up(p.rows, tiles.SUBLANES))
+  columns = p.num_weights * b.columns
+  if b.inner >= p.inner and b.columns < p.columns:
+    rows = 0  # The block of x stays.
+  elif b.inner >= p.inner and p.batch == 1 and b.rows < p.rows:
+    columns = 0
+  return p.in_bytes * (rows + columns) * depth
+
+
+def num_strips(product: Product, blocks: Blocks) -> int:
+  """Strips of rows in which a part of the output leaves for HBM.
+
+  One, if the last would lie beyond the arrays; with an epilogue, which is in
+  the shadow of the products of its own strip only; and after a join of sums.
+  """
+  p, b = product, blocks
+  count = b.rows // _STRIP_ROWS
+  is_late = p.has_epilogue or b.split == "inner"
+  if is_late or p.rows % b.rows or count < 2:
+    return 1
+  return count if b.rows % (count * p.row_tile) == 0 else 1
+
+
+def product_cycles(
+  product: Product, rows: int, columns: int, inner: int, chip: chips.Chip
+) -> float:
+  """Cycles of the matrix units of a core for one product of blocks."""
+  # An int8 or 8-bit float product runs at the rate of bfloat16 here, which is
+  # right for the choice between blocks.
+  flops = chip.bf16_flops_per_second_per_tensor_core or 1
+  rows = max(min(rows, tiles.rounded_up(product.rows, 8)), 1)
+  return 2 * rows * columns * inner / flops * chip_clock_hz(chip)
+
+
+def chip_clock_hz(chip: chips.Chip) -> float:
+  """The clock at which the matrix units reach the peak of JAX's table."""
+  flops = chip.bf16_flops_per_second_per_tensor_core or 1
+  per_cycle = 2 * chip.mxus_per_tensor_core * chip.mxu_columns**2
+  return flops / per_cycle
