@@ -1,5 +1,6 @@
 """Tests for coremesh.compiler.ledger: predicted buffers against libtpu's."""
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import coremesh as cm
-from coremesh.compiler import allocations, matching, spills
+from coremesh.compiler import allocations, matching, vmem_report
 from tests import support
 
 _F32 = jnp.float32
@@ -60,12 +61,11 @@ def _blocks(rows, columns, dtype, *, buffers=2):
 
 
 @every_chip
-@pytest.mark.parametrize("dtype", [_F32, jnp.bfloat16])
 @pytest.mark.parametrize(
-  "options",
+  "options, dtype",
   [
-    dict(rows=256, columns=512),
-    dict(rows=128, columns=256, buffers=1),
+    (dict(rows=256, columns=512), _F32),
+    (dict(rows=128, columns=256, buffers=1), jnp.bfloat16),
   ],
 )
 def test_blocks_scratch_and_spills_are_what_libtpu_uses(options, dtype, chip):
@@ -160,9 +160,68 @@ def test_spilled_registers_share_room_where_one_is_over_first(
   assert found.used_vmem_bytes == found.expected_vmem_bytes, str(found)
 
 
-def test_a_program_without_spills_has_none():
-  text = "   0x1   :  { %1 = vst [vmem:[#allocation2]] %v1_v0 }"
-  assert spills.of_bundles(text) == spills.Spills(vectors=0, room_bytes=0)
+def _through_memory(x_ref, y_ref, o_ref):
+  """What the vector unit of v4 can do through memory only."""
+  x = x_ref[...].astype(_F32)  # bytes to words
+  for row in range(8):  # a row to all sublanes
+    o_ref[pl.ds(8 * row, 8)] = y_ref[pl.ds(row, 1)] * x[8 * row : 8 * row + 8]
+  _mixed(o_ref, o_ref, 64)
+  # Rows of several vectors to one.
+  o_ref[pl.ds(0, 1)] = jnp.sum(o_ref[...], axis=0, keepdims=True)
+
+
+def _of_v4():
+  kernel = pl.pallas_call(_through_memory, out_shape=_type(512, 512))
+  args = _type(512, 512, dtype=jnp.int8), _type(8, 512)
+  [found] = cm.compile(kernel, *args, chip="v4").ledgers
+  assert found.used_vmem_bytes is not None
+  return found, found.used_vmem_bytes
+
+
+def test_what_v4_takes_for_itself_is_said_in_libtpu_s_words():
+  found, used_bytes = _of_v4()
+  own = dict(found.own_vmem_bytes)
+  assert own.keys() == {
+    "internal scratch",
+    "temp for sublane replication",
+    "operations lowered through memory",
+  }
+  for what, num_bytes in own.items():
+    assert f"{num_bytes:,} of VMEM for libtpu's own use: {what}" in str(found)
+  assert found.spilled_bytes > 0
+  assert used_bytes == found.expected_vmem_bytes, str(found)
+  assert found.predicted("VMEM") < used_bytes
+  assert "than all this explains" not in str(found)
+
+
+@pytest.mark.parametrize(
+  "page",
+  ["", "<html></html>", "const DATA = {", 'const DATA ={"a": 1}', "DATA = {}"],
+)
+def test_a_report_of_another_form_is_none(page):
+  assert vmem_report.of_page(page) == {}
+
+
+def test_what_is_not_reported_is_said_to_be_unexplained(monkeypatch):
+  monkeypatch.setattr(vmem_report, "of_page", lambda page: {})
+  found, used_bytes = _of_v4()
+  off = used_bytes - found.expected_vmem_bytes
+  assert found.spilled_bytes == 0 and off > 0
+  assert f"{off:,} of VMEM more than all this explains" in str(found)
+
+
+def test_a_report_that_is_not_of_what_is_used_is_not_believed(monkeypatch):
+  of_page = vmem_report.of_page
+
+  def more(page):
+    return {
+      name: dataclasses.replace(one, total_bytes=one.total_bytes + 4096)
+      for name, one in of_page(page).items()
+    }
+
+  assert _of_v4()[0].spilled_bytes > 0
+  monkeypatch.setattr(vmem_report, "of_page", more)
+  assert _of_v4()[0].spilled_bytes == 0
 
 
 def test_it_is_the_same_before_compilation():
@@ -430,8 +489,8 @@ def test_what_is_allocated_of_each_memory_is_what_was_predicted(name, chip):
 
 
 def test_a_program_of_another_form_says_nothing_of_what_it_uses():
-  assert allocations.of_llo("") is None
-  assert allocations.of_llo("func.func @f(%x: i32) {") is None
+  assert allocations.of_module("") is None
+  assert allocations.of_module("func.func @f(%x: i32) {") is None
 
 
 def test_the_barrier_of_a_kernel_is_in_its_ledger():

@@ -1,4 +1,4 @@
-"""What the compiler allocates for a kernel, read from its program "llo"."""
+"""What the compiler allocates for a kernel, read from what Mosaic writes."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -12,7 +12,7 @@ _MEMREF = re.compile(
 )
 _ALLOCATION = re.compile(
   r"= llo\.alloca_(?P<kind>vmem|smem|sflag) (?P<amount>\d+)"
-  r"|= memref\.alloca\(\) : (?P<memref>memref<.*)"
+  r"|= memref\.alloca\(\)(?: \{[^}]*\})? : (?P<memref>memref<.*)"
 )
 _TILE = re.compile(r"\(([\d,]+)\)")
 _SCRATCH = re.compile(r"scratch_operands = (\d+)")
@@ -39,27 +39,33 @@ class Allocations:
 
   Attributes:
     vmem_bytes: of the scopes and scratch; TileSpmem on a subcore.
+    scoped_vmem_bytes: of these, what is allocated in the body.
     smem_bytes: likewise.
     semaphores: likewise, of all kinds but the barrier semaphore.
     num_scratch: how many of the last arguments are scratch.
   """
 
   vmem_bytes: int
+  scoped_vmem_bytes: int
   smem_bytes: int
   semaphores: int
   num_scratch: int
 
 
-def of_llo(text: str) -> Allocations | None:
-  """Reads a program; None if it has no function, or is of another form."""
+def of_module(text: str) -> Allocations | None:
+  """Reads a program; None if it has no function, or is of another form.
+
+  Args:
+    text: of a kernel, at the stage "llo" or "mosaic-layouts".
+  """
   header = _ARGUMENTS.search(text)
   scratch = _SCRATCH.search(text)
   if header is None or scratch is None:
     return None
-  most: dict[str, int] = dict.fromkeys(_MEMORIES.values(), 0)
-  held = dict(most)
+  held: dict[str, int] = dict.fromkeys(_MEMORIES.values(), 0)
   for match in _MEMREF.finditer(header["types"]):
     _add(held, _of_memref(match))
+  most, arguments_bytes = dict(held), held["VMEM"]
   # An allocation lives until the region ends that it is made in.
   inside: list[tuple[int, tuple[str, int] | None]] = []
   for line in text[header.end() :].splitlines():
@@ -72,6 +78,7 @@ def of_llo(text: str) -> Allocations | None:
     most = {memory: max(n, held[memory]) for memory, n in most.items()}
   return Allocations(
     vmem_bytes=most["VMEM"],
+    scoped_vmem_bytes=most["VMEM"] - arguments_bytes,
     smem_bytes=most["SMEM"],
     semaphores=most["semaphores"],
     num_scratch=int(scratch[1]),

@@ -135,6 +135,7 @@ def compile(  # pylint: disable=redefined-builtin
       tuple(itertools.compress(predicted, kept)),
       [m.operation for m in matches if predicted and not m.is_left_out],
       vmem_bytes,
+      report=answer["texts"].get("vmem-report", ""),
     ),
     operations=tuple(Operation(**fields) for fields in answer["operations"]),
     texts={"stablehlo": program} | answer["texts"],

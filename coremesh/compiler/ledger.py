@@ -71,9 +71,12 @@ class Ledger:
     kept_by_xla: the arguments that XLA keeps in VMEM around the kernel, by
       their number. Their blocks are used where they are, so that libtpu needs
       no copies of them; this is known after compilation only.
-    spilled_bytes: VMEM for vectors that found no register; as above. Those of
-      loops and branches that do not run at the same time share room.
+    spilled_bytes: VMEM for vectors that found no register; as above. They share
+      room where they are not needed at the same time, such as in loops of which
+      one is over first, on v4 with what libtpu takes for itself, too.
     spilled_vector_bytes: what these vectors would take without sharing.
+    own_vmem_bytes: what libtpu takes of VMEM for itself: by its own words for
+      it, such as "temp for sublane replication", the bytes; as above.
     staged_bytes: VMEM through which scalar operands go to SMEM; as above.
     in_registers: the arguments, by their number, that are scratch which no
       instruction touches, as libtpu holds what is stored there in registers.
@@ -91,6 +94,7 @@ class Ledger:
   kept_by_xla: tuple[int, ...] = ()
   spilled_bytes: int = 0
   spilled_vector_bytes: int = 0
+  own_vmem_bytes: tuple[tuple[str, int], ...] = ()
   staged_bytes: int = 0
   in_registers: tuple[int, ...] = ()
 
@@ -117,11 +121,12 @@ class Ledger:
     """Predicted VMEM, corrected by what compilation tells.
 
     Without what is not used, what XLA keeps there anyway and scratch that is in
-    registers instead, and with what is spilled or staged.
+    registers instead, and with what is spilled, staged or libtpu's own.
     """
     return (
       self.spilled_bytes
       + self.staged_bytes
+      + sum(num_bytes for _, num_bytes in self.own_vmem_bytes)
       + sum(
         e.amount_per_core
         for e in self.entries
@@ -187,13 +192,19 @@ class Ledger:
     lines += [self._sum(memory) for memory in _MEMORIES]
     if self.collective_id is not None:
       lines.append(f"  barrier    of collective_id {self.collective_id}")
-    if self.spilled_bytes:
+    if self.spilled_vector_bytes:
       lines.append(self._spilled())
+    for what, num_bytes in self.own_vmem_bytes:
+      lines.append(f"  {num_bytes:,} of VMEM for libtpu's own use: {what}")
     if self.staged_bytes:
       lines.append(f"  {self.staged_bytes:,} of VMEM to bring scalars to SMEM")
     if self.used_vmem_bytes is not None:
       for why, names in self._left_out().items():
         lines.append(f"  {why}: {', '.join(names)}")
+      if unexplained := self.used_vmem_bytes - self.expected_vmem_bytes:
+        kind = "more" if unexplained > 0 else "less"
+        text = f"{abs(unexplained):,} of VMEM {kind} than all this explains"
+        lines.append(f"  {text}")
     return "\n".join(lines)
 
   def _spilled(self) -> str:

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import math
 import re
+from typing import Any
 
-from coremesh.compiler import allocations, dumps, spills
+from coremesh.compiler import allocations, dumps, vmem_report
 from coremesh.compiler.ledger import Entry, Ledger
 
 _USED = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
@@ -17,16 +18,21 @@ _OPERAND_IN_VMEM = re.compile(
 _STAGED = re.compile(
   r"inlined_call_operand\.<no memory space> \[shape: \w+\[([\d,]*)\], index:"
 )
+_SPILLED = re.compile(r"\bvmem:\[#allocation(\d+)_spill")
 _TOUCHED = re.compile(r"#allocation(\d+)\b")
 _VMEM_COLOR = "1"
 # libtpu's number of the first scratch argument; before come three of its own.
 _FIRST_SCRATCH = 3
+_VECTOR_BYTES = 8 * 128 * 4
+_LOWERED = "operations lowered through memory"
 
 
 def with_used(
   ledgers: Sequence[Ledger],
   operations: Sequence[dumps.Texts | None],
   used_vmem_bytes: Mapping[str, int],
+  *,
+  report: str = "",
 ) -> tuple[Ledger, ...]:
   """The ledgers, with what libtpu says it used.
 
@@ -35,9 +41,16 @@ def with_used(
     operations: what runs each kernel; None, which is not filled in, if it is
       not certain.
     used_vmem_bytes: `vmem_bytes_by_operation`.
+    report: the text "vmem-report"; without it what libtpu adds is not known.
   """
+  holdings = vmem_report.of_page(report)
   return tuple(
-    _filled(one, operation, used_vmem_bytes.get(operation.name))
+    _filled(
+      one,
+      operation,
+      used_vmem_bytes.get(operation.name),
+      holdings.get(operation.name),
+    )
     if operation
     else one
     for one, operation in zip(ledgers, operations, strict=True)
@@ -45,9 +58,12 @@ def with_used(
 
 
 def _filled(
-  one: Ledger, operation: dumps.Texts, used_vmem_bytes: int | None
+  one: Ledger,
+  operation: dumps.Texts,
+  used_vmem_bytes: int | None,
+  holding: vmem_report.Holding | None,
 ) -> Ledger:
-  made = allocations.of_llo(operation.texts.get("llo", ""))
+  made = allocations.of_module(operation.texts.get("llo", ""))
   if made is not None:
     one = dataclasses.replace(
       one,
@@ -59,14 +75,13 @@ def _filled(
     return one
   bundles = operation.texts.get("bundles", "")
   kept = _OPERAND_IN_VMEM.findall(bundles)
-  spilled = spills.of_bundles(bundles)
   one = dataclasses.replace(
     one,
     used_vmem_bytes=used_vmem_bytes,
     kept_by_xla=tuple(sorted({int(n) for n in kept})),
-    spilled_bytes=spilled.room_bytes,
-    spilled_vector_bytes=spilled.vector_bytes,
     staged_bytes=sum(map(_staged_bytes, _STAGED.findall(bundles))),
+    spilled_vector_bytes=len(set(_SPILLED.findall(bundles))) * _VECTOR_BYTES,
+    **_added(operation, made, used_vmem_bytes, holding),
   )
   num_scratch = made.num_scratch if made else 0
   untouched = _untouched(one, bundles, num_scratch)
@@ -76,6 +91,30 @@ def _filled(
     numbers = tuple(e.argument for e in untouched)
     one = dataclasses.replace(one, in_registers=numbers)
   return one
+
+
+def _added(
+  operation: dumps.Texts,
+  made: allocations.Allocations | None,
+  used_vmem_bytes: int,
+  holding: vmem_report.Holding | None,
+) -> dict[str, Any]:
+  """The fields of a ledger that say what libtpu takes for itself.
+
+  Nothing, if its report is not of what it used.
+  """
+  own: dict[str, int] = {}
+  before = allocations.of_module(operation.texts.get("mosaic-layouts", ""))
+  if made is not None and before is not None:
+    own[_LOWERED] = made.scoped_vmem_bytes - before.scoped_vmem_bytes
+  spilled_bytes = 0
+  if holding is not None and holding.total_bytes == used_vmem_bytes:
+    own |= holding.own_bytes
+    spilled_bytes = holding.spilled_bytes
+  return {
+    "spilled_bytes": spilled_bytes,
+    "own_vmem_bytes": tuple((what, n) for what, n in own.items() if n > 0),
+  }
 
 
 def _untouched(one: Ledger, bundles: str, num_scratch: int) -> list[Entry]:

@@ -36,5 +36,6 @@ def added(ledger: Ledger) -> list[tuple[str, str, int]]:
   rows = [
     ("spilled registers", together if shares else "", ledger.spilled_bytes),
     ("scalars on their way to SMEM", "", ledger.staged_bytes),
+    *((what, "libtpu's own", size) for what, size in ledger.own_vmem_bytes),
   ]
   return [row for row in rows if row[-1]]

@@ -107,6 +107,7 @@ def _ledger(one: Ledger) -> dict[str, Any]:
     "expected_vmem_bytes_per_core": one.expected_vmem_bytes,
     "spilled_bytes_per_core": one.spilled_bytes,
     "spilled_vector_bytes_per_core": one.spilled_vector_bytes,
+    "own_vmem_bytes_per_core": dict(one.own_vmem_bytes),
     "collective_id": one.collective_id,
     "buffers": [
       {
