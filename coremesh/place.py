@@ -106,10 +106,22 @@ def find(interpret: Any) -> Place:
 def current_chip() -> chips.Chip:
   """The chip that what is traced now is for.
 
-  That of the device mesh in scope, else that of the default device; on plain
-  CPU devices `cm.chip()`.
+  That of the device mesh in scope, else that of the default device, of a CPU
+  `cm.chip()`.
+
+  Raises:
+    ChipError: the devices are TPUs coremesh does not know.
+    UnsupportedError: the mesh does not say: it is of plain CPU devices, or of
+      neither TPUs nor CPUs.
   """
-  return find(None).chip
+  here = find(None)
+  if here.is_plain_mesh:
+    raise errors.UnsupportedError(
+      "A kernel of coremesh.kernels asks which chip it is for, and a mesh of"
+      " plain CPU devices does not say. Make the mesh with"
+      " chip.device_mesh(...)."
+    )
+  return here.chip
 
 
 def _params(interpret: Any) -> pltpu.InterpretParams:

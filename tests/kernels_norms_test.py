@@ -127,7 +127,7 @@ def test_each_synchronisation_is_needed():
     (
       (jnp.zeros(3),),
       dict(epsilon=-1),
-      "epsilon must be a number of at least 0",
+      "epsilon must be a finite number of at least 0",
     ),
     ((jnp.zeros(3),), dict(block_bytes=0), "block_bytes must be None or an"),
   ],

@@ -157,7 +157,7 @@ def test_what_is_no_array_is_refused_by_name(value):
 
 @pytest.mark.parametrize("epsilon", [None, "a", -1.0, float("nan")])
 def test_epsilon_is_a_number(epsilon):
-  with pytest.raises(cm.ShapeError, match="epsilon must be a number"):
+  with pytest.raises(cm.ShapeError, match="epsilon must be a finite number"):
     kernels.layer_norm(jnp.ones((2, 3)), epsilon=epsilon)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coremesh import _compat
-from coremesh.kernels import costs
+from coremesh.kernels import checks, costs
 from coremesh.kernels._attention import backward, forward, masks
 from coremesh.kernels._attention import call as attention_call
 from coremesh.kernels._attention.blocks import Blocks
@@ -80,13 +80,15 @@ def attention(
     (beyond kv_lengths, of negative segments) may hold NaN.
 
   Raises:
-    ShapeError: shapes that do not fit each other, heads that do not divide.
+    ShapeError: shapes that do not fit each other, heads that do not divide; an
+      option that is not as above.
     DTypeError: dtypes that differ, or that are not those above.
 
   Example:
     y = kernels.attention(q, k, v, is_causal=True, window=(1023, 0))
   """
   attention_call.check_arrays(q, k, v)
+  return_lse = checks.checked_flag("return_lse of attention", return_lse)
   call = attention_call.checked_call(
     d_qk=q.shape[-1],
     is_causal=is_causal,

@@ -13,12 +13,19 @@ FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 def is_array(argument: str, value: Any) -> None:
-  """Raises DTypeError if an argument is no array, of JAX or of numpy."""
+  """Raises DTypeError if an argument is no array, of JAX or of numpy.
+
+  Nor is one of strings, of Python objects or of keys of jax.random.
+  """
   if not hasattr(value, "dtype") or not hasattr(value, "shape"):
     kind = "None" if value is None else f"a {type(value).__name__}"
     raise errors.DTypeError(
       f"{argument} must be an array; got {kind}. Make one of numbers by"
       " jnp.asarray."
+    )
+  if not any(jnp.issubdtype(value.dtype, d) for d in (jnp.number, jnp.bool_)):
+    raise errors.DTypeError(
+      f"{argument} must be an array of numbers; got one of {value.dtype}."
     )
 
 
@@ -74,3 +81,58 @@ def has_shape(argument: str, array: jax.Array, shape: Sequence[int]) -> None:
     raise errors.ShapeError(
       f"{argument} must have shape {tuple(shape)}; got {tuple(array.shape)}."
     )
+
+
+def is_blocks(argument: str, blocks: Any, kind: type) -> None:
+  """Raises ShapeError if sizes of blocks are neither None nor of a class."""
+  if blocks is not None and not isinstance(blocks, kind):
+    raise errors.ShapeError(
+      f"{argument} must be None or a {kind.__name__} of {kind.__module__}; got"
+      f" {blocks!r}. None lets the kernel choose."
+    )
+
+
+def checked_flag(argument: str, value: Any) -> bool:
+  """A flag; raises ShapeError if it is neither True nor False."""
+  if not isinstance(value, bool | np.bool_):
+    raise errors.ShapeError(f"{argument} must be True or False; got {value!r}.")
+  return bool(value)
+
+
+def checked_out_dtype(argument: str, dtype: Any, *, default: Any) -> np.dtype:
+  """The dtype of a result, or its default if it is None.
+
+  Raises:
+    DTypeError: it is no dtype, or not of real numbers of at most 32 bits.
+  """
+  try:
+    found = jnp.dtype(default if dtype is None else dtype)
+  except TypeError:
+    found = jnp.dtype(object)
+  kinds = jnp.integer, jnp.floating
+  if found.itemsize > 4 or not any(jnp.issubdtype(found, k) for k in kinds):
+    raise errors.DTypeError(
+      f"{argument} must be None or a dtype of real numbers of at most 32 bits,"
+      f" such as jnp.float32; got {dtype!r}."
+    )
+  return found
+
+
+def checked_precision(argument: str, precision: Any) -> Any:
+  """None or a jax.lax.Precision, which may be given by its name.
+
+  Raises:
+    ShapeError: it is neither. One for each operand, or an algorithm, is
+      nothing that a kernel can be compiled with.
+  """
+  if precision is None:
+    return None
+  try:
+    if isinstance(precision, str | jax.lax.Precision):
+      return jax.lax.Precision(precision)
+  except ValueError:
+    pass
+  raise errors.ShapeError(
+    f"{argument} must be None, a jax.lax.Precision or its name, such as"
+    f" 'highest'; got {precision!r}."
+  )

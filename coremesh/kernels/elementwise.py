@@ -62,8 +62,18 @@ def elementwise(
   Source: the vector addition of the Pallas documentation, "Pallas Quickstart".
   """
   checks.is_block_size(block_bytes)
+  if not callable(fn):
+    raise errors.DTypeError(
+      f"fn of elementwise must be a function of parts of arrays; got {fn!r}."
+    )
   if not arrays:
     raise errors.ShapeError("elementwise needs at least one array; got none.")
+  pointwise.check_signature(
+    "fn of elementwise",
+    fn,
+    num_blocks=len(arrays),
+    given=f"a part of each of {len(arrays)} arrays",
+  )
   checks.is_array("arrays[0]", arrays[0])
   shape = arrays[0].shape
   for i, array in enumerate(arrays):

@@ -85,7 +85,7 @@ def grouped_matmul(
       over arrays. None: the product itself.
     out_dtype: default that of x; int32 for int8.
     transpose_w: whether w is given with its last two axes swapped.
-    precision: of float32 products, as for `jnp.dot`.
+    precision: of float32 products: None, a `jax.lax.Precision` or its name.
     blocks: sizes of the blocks; default the fastest by a model of the chip.
 
   Returns:
@@ -95,25 +95,33 @@ def grouped_matmul(
   Raises:
     ShapeError: shapes that do not fit each other; sizes that are known and
       negative or sum to more than the rows; more groups than SMEM holds; an
-      epilogue as `matmul` refuses it.
+      epilogue or option as `matmul` refuses it.
     DTypeError: dtypes that differ, or that are not those above.
 
   Example:
     y = kernels.grouped_matmul(x, w, jnp.array([8, 0, 120], jnp.int32))
   """
   checks.is_array("x", x)
+  checks.is_blocks("blocks of grouped_matmul", blocks, Blocks)
   weights = as_weights(w)
   group_sizes = as_sizes(group_sizes)
   call = Call(
     epilogue=epilogue,
-    out_dtype=jnp.dtype(out_dtype or default_out_dtype(x)),
-    transpose_w=transpose_w,
-    precision=precision,
+    out_dtype=checks.checked_out_dtype(
+      "out_dtype of grouped_matmul", out_dtype, default=default_out_dtype(x)
+    ),
+    transpose_w=checks.checked_flag(
+      "transpose_w of grouped_matmul", transpose_w
+    ),
+    precision=checks.checked_precision(
+      "precision of grouped_matmul", precision
+    ),
     blocks=blocks,
     num_weights=len(weights),
   )
   check(call, x, weights, group_sizes)
-  return _product(call, *_compat.varying_together((group_sizes, x, *weights)))
+  arrays = (jnp.asarray(group_sizes), x, *weights)
+  return _product(call, *_compat.varying_together(arrays))
 
 
 def grouped_matmul_reference(

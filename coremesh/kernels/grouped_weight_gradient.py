@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from coremesh import _compat, errors, place
-from coremesh.kernels import costs
+from coremesh.kernels import checks, costs
 from coremesh.kernels._grouped import gradient_body
 from coremesh.kernels._grouped.blocks import GroupedProduct
 from coremesh.kernels._grouped.call import as_sizes, check_gradient, even_case
@@ -67,7 +67,7 @@ def grouped_weight_gradient(
     group_sizes: int32[groups], as there. Rows after the last group count for
       nothing, whatever is in them.
     out_dtype: default that of x; int32 for int8.
-    precision: of float32 products, as for `jnp.dot`.
+    precision: of float32 products: None, a `jax.lax.Precision` or its name.
     blocks: of [K, N] of the output, `inner` of the rows that are summed;
       default the fastest by a model of the chip.
 
@@ -79,8 +79,14 @@ def grouped_weight_gradient(
   """
   group_sizes = as_sizes(group_sizes)
   check_gradient(x, d, group_sizes)
-  group_sizes, x, d = _compat.varying_together((group_sizes, x, d))
-  dtype = jnp.dtype(out_dtype or default_out_dtype(x))
+  name = "grouped_weight_gradient"
+  checks.is_blocks(f"blocks of {name}", blocks, Blocks)
+  precision = checks.checked_precision(f"precision of {name}", precision)
+  dtype = checks.checked_out_dtype(
+    f"out_dtype of {name}", out_dtype, default=default_out_dtype(x)
+  )
+  arrays = (jnp.asarray(group_sizes), x, d)
+  group_sizes, x, d = _compat.varying_together(arrays)
   out = jax.ShapeDtypeStruct(
     (group_sizes.shape[0], x.shape[1], d.shape[1]), dtype
   )
@@ -121,7 +127,7 @@ def grouped_weight_gradient(
     blocks=blocks,
     out=out.update(shape=(groups, copied_rows(inner, columns), columns)),
     scratch=scratch,
-    name="grouped_weight_gradient",
+    name=name,
   )
   x, d = with_copied_rows(x), with_copied_rows(d)
   return gradient(group_sizes, x, d)[:, :inner]

@@ -82,7 +82,7 @@ def matmul(
     out_dtype: default that of x; int32 for int8.
     transpose_x: whether x is given with its last two axes swapped.
     transpose_w: whether w is.
-    precision: of float32 products, as for `jnp.dot`.
+    precision: of float32 products: None, a `jax.lax.Precision` or its name.
     blocks: sizes of the blocks; default the fastest by a model of the chip.
 
   Returns:
@@ -90,7 +90,8 @@ def matmul(
 
   Raises:
     ShapeError: shapes that do not fit each other; an epilogue that takes other
-      arguments, mixes elements, makes another shape or closes over an array.
+      arguments, mixes elements, makes another shape or closes over an array;
+      an option that is not as above.
     DTypeError: dtypes that differ, or that are not those above.
 
   Example:
@@ -100,13 +101,16 @@ def matmul(
     y = kernels.matmul(x, w, bias, epilogue=gelu)
   """
   checks.is_array("x of matmul", x)
+  checks.is_blocks("blocks of matmul", blocks, Blocks)
   weights = as_weights(w)
   call = Call(
     epilogue=epilogue,
-    out_dtype=jnp.dtype(out_dtype or default_out_dtype(x)),
-    transpose_x=transpose_x,
-    transpose_w=transpose_w,
-    precision=precision,
+    out_dtype=checks.checked_out_dtype(
+      "out_dtype of matmul", out_dtype, default=default_out_dtype(x)
+    ),
+    transpose_x=checks.checked_flag("transpose_x of matmul", transpose_x),
+    transpose_w=checks.checked_flag("transpose_w of matmul", transpose_w),
+    precision=checks.checked_precision("precision of matmul", precision),
     blocks=blocks,
     num_weights=len(weights),
   )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -244,13 +245,13 @@ def _call(x, scale, offset, epsilon, block_bytes, *, is_centred) -> jax.Array:
 
 def _checked_epsilon(epsilon: Any) -> float:
   try:
-    number = float(epsilon)
+    number = -1.0 if isinstance(epsilon, bool | str) else float(epsilon)
   except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
     number = -1.0
-  if not number >= 0:
+  if not 0 <= number < math.inf:
     raise errors.ShapeError(
-      "epsilon must be a number of at least 0 that is known when the kernel is"
-      f" traced; got {epsilon!r}."
+      "epsilon must be a finite number of at least 0 that is known when the"
+      f" kernel is traced; got {epsilon!r}."
     )
   return number
 

@@ -9,8 +9,10 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from coremesh import _compat, errors
+from coremesh.kernels import checks
 
 _MIXING = frozenset(
   "argmax argmin concatenate conv_general_dilated cumlogsumexp cummax cummin"
@@ -41,18 +43,37 @@ def check_takes(
       f"{argument} must be None or a function of blocks; got {function!r}."
       " Ready ones are in coremesh.kernels.epilogues."
     )
+  check_signature(
+    argument,
+    function,
+    num_blocks=num_products + num_operands,
+    given="a block of each product and of each operand, here"
+    f" {num_products} and {num_operands}",
+  )
+
+
+def check_signature(
+  argument: str, function: Callable[..., Any], *, num_blocks: int, given: str
+) -> None:
+  """Raises ShapeError if a function takes more blocks, or fewer.
+
+  Args:
+    argument: its name in an error.
+    function: of blocks.
+    num_blocks: that it will be called with.
+    given: what they are, in an error.
+  """
   try:
     signature = inspect.signature(function)
   except ValueError:  # Functions of C have none: the call itself will say.
     return
   try:
-    signature.bind(*[None] * (num_products + num_operands))
+    signature.bind(*[None] * num_blocks)
   except TypeError as error:
     name = getattr(function, "__name__", repr(function))
     raise errors.ShapeError(
-      f"{argument}, {name}{signature}, is given a block of each product and of"
-      f" each operand, here {num_products} and {num_operands}, and cannot take"
-      f" them: {error}."
+      f"{argument}, {name}{signature}, is given {given}, and cannot take them:"
+      f" {error}."
     ) from None
 
 
@@ -69,8 +90,23 @@ def traced(argument: str, function: Callable[..., Any], *blocks: Any) -> Any:
 
   Raises:
     ShapeError: it mixes elements, or holds an array that is no argument.
+    DTypeError: it makes what is no array of real numbers.
   """
-  program, types = jax.make_jaxpr(function, return_shape=True)(*blocks)
+
+  def checked(*blocks: jax.Array) -> Any:
+    results = function(*blocks)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
+      place = jax.tree_util.keystr(path)
+      label = f"The result{place} of {argument}"
+      checks.is_array(label, leaf)
+      if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise errors.DTypeError(
+          f"{label} must be real; got {leaf.dtype}. Take the real part, or"
+          " make two results."
+        )
+    return results
+
+  program, types = jax.make_jaxpr(checked, return_shape=True)(*blocks)
   for eqn in _compat.walk(program.jaxpr):
     values = (*eqn.invars, *eqn.outvars)
     if eqn.primitive.name in _MIXING and _is_any_large(values):

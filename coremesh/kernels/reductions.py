@@ -158,6 +158,7 @@ def _call(kind, x, axis, keepdims, block_bytes) -> jax.Array:
   """Checks the arguments and runs the kernels."""
   checks.dtype_is_one_of("x", x, _DTYPES)
   checks.is_block_size(block_bytes)
+  keepdims = checks.checked_flag("keepdims", keepdims)
   axes = _checked_axes(x, axis)
   empty = [a for a in axes if not x.shape[a]]
   if kind == "max" and empty:

@@ -172,7 +172,8 @@ def checked_call(
     )
   if soft_cap is not None and not (_is_finite(soft_cap) and soft_cap > 0):
     raise errors.ShapeError(
-      f"soft_cap of attention must be None or above 0; got {soft_cap!r}."
+      "soft_cap of attention must be None or a finite number above 0 that is"
+      f" known when the kernel is traced; got {soft_cap!r}."
     )
   if blocks is not None and not isinstance(blocks, Blocks):
     raise errors.ShapeError(
@@ -180,7 +181,7 @@ def checked_call(
     )
   return Call(
     scale=float(scale),
-    is_causal=bool(is_causal),
+    is_causal=checks.checked_flag("is_causal of attention", is_causal),
     window=window,
     soft_cap=None if soft_cap is None else float(soft_cap),
     blocks=blocks,

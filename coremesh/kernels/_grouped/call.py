@@ -91,7 +91,7 @@ def check(call: Call, x, weights: Sequence[Any], group_sizes) -> None:
   check_sizes(group_sizes, rows=x.shape[0], num_groups=weights[0].shape[0])
 
 
-def as_sizes(group_sizes: Any) -> jax.Array:
+def as_sizes(group_sizes: Any) -> Any:
   """The sizes of groups, which may be given as a list, as an array.
 
   Raises:
@@ -99,7 +99,19 @@ def as_sizes(group_sizes: Any) -> jax.Array:
   """
   if group_sizes is None:
     checks.is_array("group_sizes", group_sizes)
-  return jnp.asarray(group_sizes)
+  if isinstance(group_sizes, jax.Array):
+    return group_sizes
+  # By numpy, so that the values stay known while a function is traced.
+  try:
+    sizes = np.asarray(group_sizes)
+  except jax.errors.TracerArrayConversionError:
+    return jnp.asarray(group_sizes)
+  except ValueError as error:  # Rows of different lengths.
+    raise errors.ShapeError(
+      f"group_sizes must be an int32 array; got {group_sizes!r}."
+    ) from error
+  fits = sizes.dtype == np.int64 and (sizes == sizes.astype(np.int32)).all()
+  return sizes.astype(np.int32) if fits else sizes
 
 
 def check_matrix(label: str, array: Any, shape: str) -> None:
@@ -127,7 +139,7 @@ def check_same_dtype(label: str, array: Any, x: Any) -> None:
 
 
 def check_sizes(
-  group_sizes: jax.Array, *, rows: int, num_groups: int | None = None
+  group_sizes: Any, *, rows: int, num_groups: int | None = None
 ) -> None:
   """Checks the sizes of groups, their values too where these are known.
 
@@ -142,7 +154,9 @@ def check_sizes(
       f" {shape}."
     )
   checks.dtype_is_one_of("group_sizes", group_sizes, (jnp.int32,))
-  if isinstance(group_sizes, Tracer) or not group_sizes.is_fully_addressable:
+  if isinstance(group_sizes, Tracer):
+    return
+  if not getattr(group_sizes, "is_fully_addressable", True):
     return
   sizes = np.asarray(group_sizes, np.int64)
   if (sizes < 0).any() or sizes.sum() > rows:
