@@ -45,6 +45,15 @@ def add(x):
   return x + x
 
 
+@jax.jit
+def axpy(a, x, y):
+  return a * x + y
+
+
+def scaled(x, *, factor):
+  return factor * x
+
+
 def of_chip(chip):
   return double, [jax.ShapeDtypeStruct((chip.sublanes, 256), jnp.float32)]
 
@@ -155,6 +164,14 @@ def test_a_kernel_that_is_refused_has_its_ledger_and_the_rule(target, capsys):
     (["mine.py:number", "--arg", "f32[8]"], "is a int"),
     (["mine.py:add", "--arg", "f32[8,128]"], "add holds no Pallas kernel"),
     (["mine.py:add", "--arg", "f33[8]"], "must be a type such as f32"),
+    (
+      ["mine.py:axpy", "--arg", "f32[8,128]"],
+      "'mine.py:axpy' takes (a, x, y) and is given 1 --arg: it lacks x, y."
+      " Give one --arg for each, in their order, such as --arg f32[128,256].",
+    ),
+    (["mine.py:axpy"], "with one --arg such as --arg f32[128,256] for each of"),
+    (["mine.py:scaled", "--arg", "f32[8]"], "factor must be named, which"),
+    (["mine.py:add", *2 * ["--arg", "f32[8]"]], "it takes no more than 1."),
     (["mine.py", "--config", "rows=5"], "--config changes the settings of"),
     (["mine.py", "--chip", "v9"], "There is no chip 'v9'"),
     (["mine.py@v9"], "There is no chip 'v9'"),

@@ -1,8 +1,15 @@
 """Tests for the command coremesh."""
 
+import pathlib
+import runpy
+import sys
+
 import pytest
 
+import coremesh as cm
 from coremesh.cli import main
+
+_MODULE = pathlib.Path(cm.__path__[0]) / "__main__.py"
 
 
 def test_chips_prints_one_column_for_each_chip(capsys, monkeypatch):
@@ -13,6 +20,14 @@ def test_chips_prints_one_column_for_each_chip(capsys, monkeypatch):
   assert "tpu7x:2x2x1" in printed
   [row] = [r for r in printed.splitlines() if "lanes a vector subcore" in r]
   assert row.replace("│", "").split()[-2:] == ["8", "16"]
+
+
+def test_the_module_is_the_command(capsys, monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["coremesh", "plan", "10", "4"])
+  with pytest.raises(SystemExit) as caught:
+    runpy.run_path(str(_MODULE), run_name="__main__")
+  assert caught.value.code == 0
+  assert "imbalance 1.200" in capsys.readouterr().out
 
 
 def test_plan_prints_every_share_and_the_imbalance(capsys):

@@ -58,9 +58,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-  """What the installed command calls."""
+  """What the installed command calls, and `python -m coremesh`."""
   sys.exit(main())
-
-
-if __name__ == "__main__":
-  run()

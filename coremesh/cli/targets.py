@@ -23,6 +23,11 @@ type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 type Maker = Callable[[chips.Chip], Program]
 
+_BY_PLACE = (
+  inspect.Parameter.POSITIONAL_ONLY,
+  inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
 type _Place = Literal["simulator", "compiler"]
 
 _FORMS = (
@@ -40,7 +45,6 @@ _OF_CHIP = (
   "def case(chip): return fn, (x, y), where fn(x, y) runs kernels; or"
   " def case(): fn(x, y)"
 )
-_OF_ARRAYS = "A function of arrays is for `coremesh explain --arg`."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +118,7 @@ def maker(
   """
   module, found, case_name = _named(target)
   if args:
-    _num_arguments(found, target)
+    _check_given(found, args, target)
     return lambda chip: (found, tuple(args))
   if isinstance(found, spec.KernelSpec):
     program = _case_of_spec(found, case_name, target)
@@ -132,10 +136,10 @@ def maker(
   if wanted > 2:
     raise errors.UnsupportedError(
       f"TARGET {target!r} takes {wanted} arguments, {_parameters(found)}. Write"
-      f" one that takes a chip or nothing: {_OF_CHIP}. {_OF_ARRAYS}"
+      f" one that takes a chip or nothing: {_OF_CHIP}. {_of_arrays(found)}"
     )
   with source_files.importable(module):
-    settings = _config(module, target, config)
+    settings = _config(module, found, target, config)
 
   def of_example(chip: chips.Chip) -> Program:
     with source_files.importable(module):
@@ -191,6 +195,45 @@ def _required(function: Any) -> list[str]:
 
 def _parameters(function: Any) -> str:
   return f"({', '.join(_required(function))})"
+
+
+def _of_arrays(function: Any) -> str:
+  return (
+    "A function of arrays is for `coremesh explain`, with one --arg such as"
+    f" --arg f32[128,256] for each of {_parameters(function)}."
+  )
+
+
+def _check_given(function: Any, args: Sequence[Any], target: str) -> None:
+  """Refuses arguments that a function cannot be called with."""
+  _num_arguments(function, target)
+  parameters = inspect.signature(function).parameters.values()
+  by_place = [p for p in parameters if p.kind in _BY_PLACE]
+  missing = [p.name for p in by_place[len(args) :] if p.default is p.empty]
+  by_name = [
+    p.name
+    for p in parameters
+    if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+  ]
+  takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+  if by_name:
+    what = (
+      f"{', '.join(by_name)} must be named, which --arg cannot do. Write a"
+      " function of the arrays alone that sets it"
+    )
+  elif missing:
+    what = (
+      f"it lacks {', '.join(missing)}. Give one --arg for each, in their order,"
+      " such as --arg f32[128,256]"
+    )
+  elif len(args) > len(by_place) and not takes_any:
+    what = f"it takes no more than {len(by_place)}"
+  else:
+    return
+  raise errors.UnsupportedError(
+    f"TARGET {target!r} takes {_parameters(function)} and is given"
+    f" {len(args)} --arg: {what}."
+  )
 
 
 def _without_result(function: Any, target: str) -> Callable[[], Any]:
@@ -263,7 +306,9 @@ def _case_of_spec(found: spec.KernelSpec, name: str, target: str) -> Program:
   return functools.partial(found.function, **case.options), case.args
 
 
-def _config(module: Any, target: str, changes: Sequence[str]) -> Any:
+def _config(
+  module: Any, found: Any, target: str, changes: Sequence[str]
+) -> Any:
   name = module.__name__.rpartition(".")[2]
   try:
     settings = importlib.import_module(f"configs.{name}")
@@ -273,7 +318,8 @@ def _config(module: Any, target: str, changes: Sequence[str]) -> Any:
     raise errors.UnsupportedError(
       f"TARGET {target!r} takes two arguments, as the case of an example does,"
       f" a chip and the settings of configs/{name}.py; there is no module"
-      f" {error.name!r} here. Write that file, or {_OF_CHIP}. {_OF_ARRAYS}"
+      f" {error.name!r} here. Write that file, or {_OF_CHIP}."
+      f" {_of_arrays(found)}"
     ) from error
   config = _attribute(settings, "get_config")()
   for change in changes:
