@@ -16,21 +16,18 @@ To run:
 
 from collections.abc import Callable, Sequence
 import functools
-import itertools
 import json
 import pathlib
 from typing import Any
 
 from absl import app, flags
 import jax
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullLocator
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import works
+from benchmarks import kernels_plot, works
 from benchmarks.works import Work
 import coremesh as cm
 
@@ -117,44 +114,6 @@ def _reservation(row: dict) -> str:
   return " (assumed)" if row["assumed"] else ""
 
 
-def _plot(chip: cm.Chip, rows: Sequence[dict], path: pathlib.Path) -> None:
-  """Each contender's time beside coremesh's, a line for each work."""
-  ours = {
-    r["work"]: r["microseconds"]
-    for r in rows
-    if r["contender"] == "coremesh" and "microseconds" in r
-  }
-  timed = [r for r in rows if "microseconds" in r and r["work"] in ours]
-  names = list(ours)
-  figure, axes = plt.subplots(
-    figsize=(10, 1.5 + 0.28 * len(names)), layout="constrained"
-  )
-  markers = itertools.cycle("|osD^v<>PX*hd")
-  for contender in dict.fromkeys(r["contender"] for r in timed):
-    own = [r for r in timed if r["contender"] == contender]
-    axes.plot(
-      [r["microseconds"] / ours[r["work"]] for r in own],
-      [names.index(r["work"]) for r in own],
-      next(markers),
-      label=contender,
-      markersize=10 if contender == "coremesh" else 6,
-      alpha=0.8,
-    )
-  axes.set_yticks(range(len(names)), [f"{n}  {ours[n]:,.1f} µs" for n in names])
-  axes.margins(y=1 / (1 + len(names)))
-  axes.invert_yaxis()
-  axes.grid(axis="y", alpha=0.3)
-  axes.set_xscale("log")
-  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.xaxis.set_major_formatter("{x:g}")
-  axes.xaxis.set_minor_locator(NullLocator())
-  axes.set_xlabel("predicted time / that of coremesh (right: slower)")
-  axes.set_title(f"Kernels on {chip.name}: predicted from machine code")
-  axes.legend()
-  figure.savefig(path, dpi=80)
-  plt.close(figure)
-
-
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
@@ -185,7 +144,10 @@ def main(argv: Sequence[str]) -> None:
           written.write_text(json.dumps(rows + own, indent=2))
           progress.advance(task)
       console.print(_table(chip, own))
-      _plot(chip, own, out / f"kernels-{chip.generation}.png")
+      plot = out / f"kernels-{chip.generation}.png"
+      kernels_plot.save(chip, own, plot)
+      for line in kernels_plot.left_out(own):
+        console.print(f"{plot.name}: {line}", markup=False)
       rows += own
   console.print(
     "Predicted by cm.predict from machine code that libtpu compiled in this"
