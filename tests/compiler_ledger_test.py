@@ -38,8 +38,8 @@ def _product(x_ref, y_ref, o_ref, sums):
 
 
 def _blocks(rows, columns, dtype, *, buffers=2):
-  """A product by blocks, and its arguments, which are too large for VMEM."""
-  size = 8192
+  """A product by blocks, and its arguments."""
+  size = 4096
   x = _type(size, size, dtype=dtype)
   kernel = pl.pallas_call(
     _product,
