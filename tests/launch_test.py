@@ -1043,8 +1043,7 @@ def test_rematerialized_and_scanned_kernels_compile():
 
   over = support.over_devices(scanned, _mesh("compiler"))
   compiled = cm.compile(jax.grad(lambda x: over(x).sum()), _X)
-  # Forward and backward.
-  assert compiled.text("hlo").count('custom_call_target="tpu_custom_call"') == 2
+  assert len(compiled.kernels) >= 2  # forward and backward
 
 
 @every_route

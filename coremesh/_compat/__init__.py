@@ -424,34 +424,8 @@ def _lower_with(rule: Callable[..., Any]) -> Callable[..., Any]:
   return lower
 
 
-def _with_arguments_in_hbm(rule: Callable[..., Any]) -> Callable[..., Any]:
-  # XLA may else copy a small array to the VMEM of a TensorCore before a kernel,
-  # which then copies it once more instead of hiding its way from HBM.
-  def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    if all(isinstance(m, pltpu.TensorCoreMesh) for m in params["meshes"]):
-      ctx = ctx.replace(avals_in=[*map(_pinned_to_hbm, ctx.avals_in)])
-    return rule(ctx, *operands, **params)
-
-  return lower
-
-
-def _pinned_to_hbm(aval: Any) -> Any:
-  """The type of an argument, in HBM where it may be said.
-
-  XLA has a single element in SMEM on some chips, and Pallas converts booleans
-  by an operation that takes none in HBM.
-  """
-  if is_ref_type(aval) or aval.memory_space != _core.MemorySpace.Device:
-    return aval
-  if aval.size <= 1 or aval.dtype == bool:
-    return aval
-  return aval.update(memory_space=pltpu.HBM)
-
-
 _mlir.register_lowering(
-  kernel_p,
-  _lower_with(_with_arguments_in_hbm(_mpmd._mpmd_map_tpu_lowering)),
-  platform="tpu",
+  kernel_p, _lower_with(_mpmd._mpmd_map_tpu_lowering), platform="tpu"
 )
 _mlir.register_lowering(
   kernel_p, _lower_with(kernel_ir._lower_kernel), platform="cpu"
