@@ -65,6 +65,13 @@ def test_a_negated_predicate_is_read():
   assert slot.predicate is not None and slot.predicate.is_negated
 
 
+def test_a_slot_that_never_takes_effect_is_left_out():
+  never = "%24 = dma.hbm_to_vmem [thread:$0]  (!1), /*hbm=*/%s7_s1"
+  text = _program(f"{{ {never} ;;  %81 = shalt.err (!%p78_p3) }}")
+  [bundle] = bundles.parse(text).bundles
+  assert [slot.opcode for slot in bundle.slots] == ["shalt.err"]
+
+
 def test_named_operands_of_a_copy_are_read():
   slot = _slot(
     "%24 = dma.hbm_to_vmem [thread:$0]  (!%p1_p2), /*hbm=*/%s7_s1,"

@@ -25,6 +25,7 @@ _STARTS = re.compile(r"^[ ]*(?:0x[0-9a-f]+|0)[ ]+(?:[A-Z]{2})?[ ]*:", re.M)
 _SLOT = re.compile(r"(?:%(?P<result>\w+) = )?(?P<opcode>[a-z][\w.\-\[\]]*)")
 _REGISTER = re.compile(r"(!?)%([a-z]+)(\d+)_([a-z]+)(\d+)$")
 _PREDICATE = re.compile(r"(?:^|(?<=\s)|(?<=\]))\((!?%p[^)]*)\)")
+_NEVER = re.compile(r"(?:^|(?<=\s)|(?<=\]))\(!1\)")
 _TARGET = re.compile(r"target bundleno = (\d+)")
 _TAG = re.compile(r"\[(?:thread|resolvable):\$\w+\]")
 _KEYWORD = re.compile(r"([A-Za-z_]\w*)=(.*)$", re.DOTALL)
@@ -187,12 +188,13 @@ def parse(text: str) -> Program:
     if label and label not in _LABELS:
       raise _unexpected(f"a label of {', '.join(_LABELS)}", repr(label))
     parts = (part.strip() for part in match["slots"].split(";;"))
+    parts = (part for part in parts if part and not _NEVER.search(part))
     bundles.append(
       Bundle(
         index=int(match["index"], 16),
         label=label,
         depth=match["depth"].count(">"),
-        slots=tuple(_slot(part, cache) for part in parts if part),
+        slots=tuple(_slot(part, cache) for part in parts),
       )
     )
   if len(bundles) != len(_STARTS.findall(plain)) or not bundles:
