@@ -45,6 +45,17 @@ def add(x):
   return x + x
 
 
+jitted = jax.jit(add)
+
+
+def first(x):
+  return double(x[0])
+
+
+def of_another_chip(chip):
+  return double, [chip.gone]
+
+
 @jax.jit
 def axpy(a, x, y):
   return a * x + y
@@ -199,9 +210,17 @@ def test_a_missing_compiler_is_said(target, capsys, monkeypatch):
   assert "libtpu, the TPU compiler, is not installed" in capsys.readouterr().err
 
 
-def test_a_function_that_takes_no_chip_is_told_of_arg(target):
-  with pytest.raises(TypeError) as caught:
-    main.main(["explain", "mine.py:double"])
+@pytest.mark.parametrize("name", ["double", "add", "jitted", "first"])
+def test_a_function_of_arrays_without_any_is_told_of_arg(target, capsys, name):
+  assert main.main(["explain", f"mine.py:{name}"]) == 2
+  said = capsys.readouterr().err
+  assert f"'mine.py:{name}' takes (x) and was called with the chip" in said
+  assert "with one --arg such as --arg f32[128,256] for each of (x)." in said
+
+
+def test_a_fault_of_what_takes_a_chip_keeps_its_traceback(target):
+  with pytest.raises(AttributeError, match="has no attribute 'gone'") as caught:
+    main.main(["explain", "mine.py:of_another_chip"])
   note = " ".join(caught.value.__notes__)
   assert "was called with the chip" in note
   assert "--arg f32[128,256]" in note

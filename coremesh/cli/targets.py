@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import re
 import sys
 from typing import Any, Literal
 
@@ -263,6 +264,12 @@ def _of_chip(
   except errors.CoreMeshError:
     raise
   except Exception as error:
+    if _wants_arrays(found, error):
+      raise errors.UnsupportedError(
+        f"TARGET {target!r} takes {_parameters(found)} and was called with the"
+        f" chip, which it cannot use. {_of_arrays(found)} What takes a chip"
+        f" names it so: {_OF_CHIP}. It failed with: {str(error).splitlines()[0]}"
+      ) from error
     error.add_note(
       f"TARGET {target!r} was called with the chip, {chip.name}. It must be"
       f" like {_OF_CHIP}."
@@ -282,6 +289,13 @@ def _of_chip(
       " is for examples, whose case takes a chip and a config."
     ) from error
   return fn, args
+
+
+def _wants_arrays(function: Callable[..., Any], error: Exception) -> bool:
+  """Whether a function failed because it was given a chip for an array."""
+  is_of_type = isinstance(error, AttributeError | TypeError)
+  names_chip = re.search(r"\bChip\b", str(error)) is not None
+  return is_of_type and names_chip and _required(function) != ["chip"]
 
 
 def _pair(found: Any, target: str) -> Program:
