@@ -265,10 +265,11 @@ def _of_chip(
     raise
   except Exception as error:
     if _wants_arrays(found, error):
+      first, *_ = str(error).splitlines()
       raise errors.UnsupportedError(
         f"TARGET {target!r} takes {_parameters(found)} and was called with the"
         f" chip, which it cannot use. {_of_arrays(found)} What takes a chip"
-        f" names it so: {_OF_CHIP}. It failed with: {str(error).splitlines()[0]}"
+        f" names it so: {_OF_CHIP}. It failed with: {first}"
       ) from error
     error.add_note(
       f"TARGET {target!r} was called with the chip, {chip.name}. It must be"
