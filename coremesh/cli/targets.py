@@ -8,7 +8,6 @@ import functools
 import importlib
 import inspect
 import pathlib
-import re
 import sys
 from typing import Any, Literal
 
@@ -16,18 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from coremesh import chips, errors, spec
-from coremesh.cli import source_files
+from coremesh.cli import calls, source_files
 from coremesh.kernels import specs
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 type Maker = Callable[[chips.Chip], Program]
-
-_BY_PLACE = (
-  inspect.Parameter.POSITIONAL_ONLY,
-  inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
 
 type _Place = Literal["simulator", "compiler"]
 
@@ -119,7 +113,8 @@ def maker(
   """
   module, found, case_name = _named(target)
   if args:
-    _check_given(found, args, target)
+    _num_arguments(found, target)
+    calls.check_given(found, args, target)
     return lambda chip: (found, tuple(args))
   if isinstance(found, spec.KernelSpec):
     program = _case_of_spec(found, case_name, target)
@@ -136,8 +131,9 @@ def maker(
     return lambda chip: _of_chip(found, chip, target)
   if wanted > 2:
     raise errors.UnsupportedError(
-      f"TARGET {target!r} takes {wanted} arguments, {_parameters(found)}. Write"
-      f" one that takes a chip or nothing: {_OF_CHIP}. {_of_arrays(found)}"
+      f"TARGET {target!r} takes {wanted} arguments, {calls.in_words(found)}."
+      f" Write one that takes a chip or nothing: {_OF_CHIP}."
+      f" {calls.advice(found)}"
     )
   with source_files.importable(module):
     settings = _config(module, found, target, config)
@@ -183,58 +179,7 @@ def _num_arguments(function: Any, target: str) -> int:
     raise errors.UnsupportedError(
       f"TARGET {target!r} is a {type(function).__name__}. {_FORMS}"
     )
-  return len(_required(function))
-
-
-def _required(function: Any) -> list[str]:
-  return [
-    p.name
-    for p in inspect.signature(function).parameters.values()
-    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-  ]
-
-
-def _parameters(function: Any) -> str:
-  return f"({', '.join(_required(function))})"
-
-
-def _of_arrays(function: Any) -> str:
-  return (
-    "A function of arrays is for `coremesh explain`, with one --arg such as"
-    f" --arg f32[128,256] for each of {_parameters(function)}."
-  )
-
-
-def _check_given(function: Any, args: Sequence[Any], target: str) -> None:
-  """Refuses arguments that a function cannot be called with."""
-  _num_arguments(function, target)
-  parameters = inspect.signature(function).parameters.values()
-  by_place = [p for p in parameters if p.kind in _BY_PLACE]
-  missing = [p.name for p in by_place[len(args) :] if p.default is p.empty]
-  by_name = [
-    p.name
-    for p in parameters
-    if p.kind is p.KEYWORD_ONLY and p.default is p.empty
-  ]
-  takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-  if by_name:
-    what = (
-      f"{', '.join(by_name)} must be named, which --arg cannot do. Write a"
-      " function of the arrays alone that sets it"
-    )
-  elif missing:
-    what = (
-      f"it lacks {', '.join(missing)}. Give one --arg for each, in their order,"
-      " such as --arg f32[128,256]"
-    )
-  elif len(args) > len(by_place) and not takes_any:
-    what = f"it takes no more than {len(by_place)}"
-  else:
-    return
-  raise errors.UnsupportedError(
-    f"TARGET {target!r} takes {_parameters(function)} and is given"
-    f" {len(args)} --arg: {what}."
-  )
+  return len(calls.required(function))
 
 
 def _without_result(function: Any, target: str) -> Callable[[], Any]:
@@ -264,12 +209,12 @@ def _of_chip(
   except errors.CoreMeshError:
     raise
   except Exception as error:
-    if _wants_arrays(found, error):
+    if calls.wants_arrays(found, error):
       first, *_ = str(error).splitlines()
       raise errors.UnsupportedError(
-        f"TARGET {target!r} takes {_parameters(found)} and was called with the"
-        f" chip, which it cannot use. {_of_arrays(found)} What takes a chip"
-        f" names it so: {_OF_CHIP}. It failed with: {first}"
+        f"TARGET {target!r} takes {calls.in_words(found)} and was called with"
+        f" the chip, which it cannot use. {calls.advice(found)} What takes a"
+        f" chip names it so: {_OF_CHIP}. It failed with: {first}"
       ) from error
     error.add_note(
       f"TARGET {target!r} was called with the chip, {chip.name}. It must be"
@@ -282,7 +227,7 @@ def _of_chip(
   except ValueError:  # Nobody can say what it takes.
     return fn, args
   except TypeError as error:
-    what = f"{getattr(fn, '__name__', 'a function')}{_parameters(fn)}"
+    what = f"{getattr(fn, '__name__', 'a function')}{calls.in_words(fn)}"
     raise errors.UnsupportedError(
       f"TARGET {target!r} must return a function and a tuple of its arguments;"
       f" it returned {what} and {len(args)} arguments: {error}. Return what"
@@ -290,13 +235,6 @@ def _of_chip(
       " is for examples, whose case takes a chip and a config."
     ) from error
   return fn, args
-
-
-def _wants_arrays(function: Callable[..., Any], error: Exception) -> bool:
-  """Whether a function failed because it was given a chip for an array."""
-  is_of_type = isinstance(error, AttributeError | TypeError)
-  names_chip = re.search(r"\bChip\b", str(error)) is not None
-  return is_of_type and names_chip and _required(function) != ["chip"]
 
 
 def _pair(found: Any, target: str) -> Program:
@@ -334,7 +272,7 @@ def _config(
       f"TARGET {target!r} takes two arguments, as the case of an example does,"
       f" a chip and the settings of configs/{name}.py; there is no module"
       f" {error.name!r} here. Write that file, or {_OF_CHIP}."
-      f" {_of_arrays(found)}"
+      f" {calls.advice(found)}"
     ) from error
   config = _attribute(settings, "get_config")()
   for change in changes:
