@@ -165,6 +165,17 @@ def test_a_kernel_that_is_refused_has_its_ledger_and_the_rule(target, capsys):
   assert capsys.readouterr().out == ""
 
 
+def test_a_chip_without_rates_has_its_ledger_and_the_reason(target, capsys):
+  words = ["explain", f"{target}@v4:2x2x1"]
+  assert main.main(words) == 2
+  out, err = capsys.readouterr()
+  assert out.startswith("double on v4:2x2x1, each core:")
+  assert "VMEM       8,192 predicted, 8,192 used" in out
+  assert "whose rates are known; got v4:2x2x1" in err
+  assert main.main([*words, "--json"]) == 2
+  assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
   ("words", "reason"),
   [

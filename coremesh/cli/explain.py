@@ -1,6 +1,7 @@
 """Explains a compiled kernel: memory, predicted time, what limits it, where."""
 
 import argparse
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ from rich.console import Console
 from coremesh import chips, errors
 from coremesh.cli import shapes, targets
 from coremesh.compiler import aot
+from coremesh.compiler.ledger import Ledger
 from coremesh.explanation import compare, page, record, stages
 from coremesh.explanation.explain import explain
 from coremesh.explanation.explanation import Explanation
@@ -109,10 +111,19 @@ def _explained(
     fn, args = _made(make, chip)
     try:
       return explain(fn, *args, chip=chip, progress=shown)
-    except errors.CompileError as error:
+    except (errors.CompileError, errors.UnsupportedError) as error:
       if not arguments.json:
-        _print_ledgers(fn, args, chip, said=str(error))
+        is_refused = isinstance(error, errors.CompileError)
+        ledgers = aot.ledgers if is_refused else _compiled_ledgers
+        _print_ledgers(ledgers, fn, args, chip, said=str(error))
       raise
+
+
+def _compiled_ledgers(
+  fn: Any, *args: Any, chip: chips.Chip
+) -> Sequence[Ledger]:
+  """What the kernels hold that no time is known of."""
+  return aot.compile(fn, *args, chip=chip).ledgers
 
 
 def _made(make: targets.Maker, chip: chips.Chip) -> targets.Program:
@@ -127,10 +138,17 @@ def _made(make: targets.Maker, chip: chips.Chip) -> targets.Program:
     raise
 
 
-def _print_ledgers(fn: Any, args: Any, chip: chips.Chip, *, said: str) -> None:
-  """What a refused program would have held, where that can be said."""
+def _print_ledgers(
+  ledgers: Callable[..., Sequence[Ledger]],
+  fn: Any,
+  args: Any,
+  chip: chips.Chip,
+  *,
+  said: str,
+) -> None:
+  """What a program holds, or would have held, where that can be said."""
   try:
-    found = aot.ledgers(fn, *args, chip=chip)
+    found = ledgers(fn, *args, chip=chip)
   except Exception:  # What is wrong with it is about to be said.
     return
   for ledger in found:
