@@ -6,6 +6,7 @@ their own, so that bundles are cycles. What is not of that form is an error.
 
 from collections.abc import Iterator
 import dataclasses
+import functools
 import re
 
 from coremesh import errors
@@ -169,6 +170,8 @@ class Program:
       yield from bundle.slots
 
 
+# One program is parsed to be checked, timed and counted.
+@functools.lru_cache(maxsize=8)
 def parse(text: str) -> Program:
   """Reads a dump of libtpu.
 

@@ -79,13 +79,13 @@ def cast(
     assumed.append(effects.NUMBERED)
   place = Slice(chip=chip, table=table)
   which = _sample(num_devices, sum(len(trace.events) for trace in first))
-  found = [
-    [
-      t.with_targets(functools.partial(_receiver, code, place, d))
-      for t in (run(d) if d else first)
-    ]
-    for d in which
-  ]
+
+  def of_device(device: int) -> list[Trace]:
+    find = functools.cache(functools.partial(_receiver, code, place, device))
+    traces = run(device) if device else first
+    return [trace.with_targets(find) for trace in traces]
+
+  found = [of_device(device) for device in which]
   ways = {to.way for device in found for t in device for to in t.targets()}
   if "link" in ways and not place.is_known:
     assumed.append(

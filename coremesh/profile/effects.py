@@ -10,7 +10,6 @@ from coremesh import errors
 from coremesh.profile import (
   addresses,
   affine,
-  layout,
   translate,
   values,
   writer,
@@ -87,7 +86,7 @@ class Effects:
     size = -(-code.num_devices // _WORDS_PER_GRANULE) * _WORDS_PER_GRANULE
     has_own = code.identity.table or code.num_devices == 1
     self._table = None if has_own else np.arange(size)
-    self._places = layout.places(code.program, hbm_unit_bytes)
+    self._places = code.places(hbm_unit_bytes)
 
   def line(self, bundle: int) -> str:
     """The line of the program a bundle comes from, in brackets, if known."""

@@ -66,7 +66,7 @@ def timed(
   if any(True for trace in traces for _ in trace.targets()):
     _check_alike(run, num_devices)
   place = addresses.Slice(chip=chip, table=range(num_devices))
-  find = functools.partial(_receiver, place)
+  find = functools.cache(functools.partial(_receiver, place))
   traces = [trace.with_targets(find) for trace in traces]
   rate, log = _rates(chip), Log()
   sends = any(True for trace in traces for _ in trace.targets())

@@ -4,6 +4,7 @@ A stretch starts where a branch may go and ends after the delay slots of the
 next branch.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -85,6 +86,14 @@ class Code:
     targets = {s.target for s in program.slots if s.target is not None}
     self._leaders = {*targets, self.end}
     self._stretches: dict[int, Stretch] = {}
+    self._places: dict[int, Mapping[int, layout.Place]] = {}
+
+  def places(self, hbm_unit_bytes: int) -> Mapping[int, layout.Place]:
+    """Where its operands are, by their numbers."""
+    if hbm_unit_bytes not in self._places:
+      found = layout.places(self.program, hbm_unit_bytes)
+      self._places[hbm_unit_bytes] = found
+    return self._places[hbm_unit_bytes]
 
   def own_word(self, allocation: str) -> str | None:
     """The expression of a word that says where the program runs."""
