@@ -150,9 +150,9 @@ def test_long_products_of_few_columns_have_room():
 def test_bare_products_of_whole_blocks_leave_in_strips():
   product = Product(batch=1, rows=1024, columns=256, inner=128)
   block = Blocks(rows=512, columns=256, inner=128)
-  assert streams.num_strips(product, block) == 2
+  assert streams.num_strips(product, block, _V5P) == 2
   low = dataclasses.replace(block, rows=256)
-  assert streams.num_strips(product, low) == 1
+  assert streams.num_strips(product, low, _V5P) == 1
   for change in (dict(rows=1000), dict(has_epilogue=True)):
     other = dataclasses.replace(product, **change)
-    assert streams.num_strips(other, block) == 1
+    assert streams.num_strips(other, block, _V5P) == 1

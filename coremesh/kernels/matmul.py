@@ -58,7 +58,8 @@ def matmul(
   """x @ w, then an epilogue, without the product going through HBM.
 
   1. The blocks of the output are shared out over the TensorCores; each is
-     summed in VMEM over blocks of K, in float32 or int32.
+     summed in VMEM over blocks of K, in float32 or int32. Of an output of one
+     block each core sums over a part of K, and they add up their sums.
   2. At the last block of K the epilogue is applied to the sum, once, and its
      result is rounded to `out_dtype`.
   3. The next blocks are copied meanwhile. Of a last block of K that is partial
@@ -295,8 +296,10 @@ def _num_bytes(*args, **options) -> int:
   return costs.bytes_of(*arrays) + batch * m * n * jnp.dtype(dtype).itemsize
 
 
-def _case(m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> Case:
-  shapes = (m, k), (k, n)
+def _case(
+  m: int, n: int, k: int, dtype: Any = jnp.bfloat16, batch: tuple[int, ...] = ()
+) -> Case:
+  shapes = (*batch, m, k), (*batch, k, n)
   return Case(args=tuple(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
 
 
@@ -314,6 +317,10 @@ SPEC = KernelSpec(
     "512x4096x4096": _case(512, 4096, 4096),
     "8x28672x8192": _case(8, 28672, 8192),
     "1000x3000x777": _case(1000, 3000, 777),
+    "256x256x65536": _case(256, 256, 65_536),
+    "8x128x65536": _case(8, 128, 65_536),
+    "64x128^3": _case(128, 128, 128, batch=(64,)),
+    "32x512x512x128": _case(512, 512, 128, batch=(32,)),
   },
   search_space={"blocks": _SEARCHED},
   num_flops=_num_flops,

@@ -102,7 +102,7 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   copied = max(moved / per_second, alone / ahead)
   chunks = streams.first_chunks(product, blocks, chip)
   ends = 2 * streams.LATENCY_SECONDS
-  last = stored / parts / streams.num_strips(product, blocks)
+  last = stored / parts / streams.num_strips(product, blocks, chip)
   ends += (loaded / depth * chunks[0] + last) / per_second
   ends += (len(chunks) - 1) * parts * _PART_CYCLES / clock
   if b.split == "inner" and cores > 1:

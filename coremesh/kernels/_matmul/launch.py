@@ -155,7 +155,7 @@ def _plan(
     n=_axis(product.columns, blocks.columns, whole_part, num_parts),
     k=_axis(product.inner, blocks.inner, tiles.LANES, len(chunks)),
     columns=columns,
-    num_strips=streams.num_strips(product, blocks),
+    num_strips=streams.num_strips(product, blocks, chip),
     chunks=chunks,
     split=_SHARED[blocks.split],
     num_cores=chip.tensor_cores_per_device,

@@ -41,7 +41,7 @@ def vmem_limit_bytes(
 
 def spilled_bytes(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
   """A bound of what the compiler spills of a strip of the output."""
-  rows = blocks.rows // streams.num_strips(product, blocks)
+  rows = blocks.rows // streams.num_strips(product, blocks, chip)
   spills = len(streams.first_chunks(product, blocks, chip)) + _STEP_SPILLS
   spills += _EPILOGUE_SPILLS * product.has_epilogue
   return 4 * spills * product.num_weights * rows * blocks.columns_at_a_time

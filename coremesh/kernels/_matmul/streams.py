@@ -7,8 +7,9 @@ from coremesh.kernels._matmul.blocks import Blocks, Product
 # `profile/rates.py` takes from published times.
 LATENCY_SECONDS = 0.76e-6
 MOST_SLOTS = 8
-# Fewer rows would leave the matrix units idle between two strips.
-_STRIP_ROWS = 256
+# The least rows of a strip, in widths of the matrix units: fewer would leave
+# these idle between two strips.
+_STRIP_WIDTHS = 2
 
 
 def first_chunks(
@@ -63,14 +64,14 @@ def loaded_bytes(product: Product, blocks: Blocks) -> int:
   return p.in_bytes * (rows + columns) * depth
 
 
-def num_strips(product: Product, blocks: Blocks) -> int:
+def num_strips(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
   """Strips of rows in which a part of the output leaves for HBM.
 
   One, if the last would lie beyond the arrays; with an epilogue, which is in
   the shadow of the products of its own strip only; and after a join of sums.
   """
   p, b = product, blocks
-  count = b.rows // _STRIP_ROWS
+  count = b.rows // (_STRIP_WIDTHS * chip.mxu_columns)
   is_late = p.has_epilogue or b.split == "inner"
   if is_late or p.rows % b.rows or count < 2:
     return 1

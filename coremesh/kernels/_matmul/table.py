@@ -42,7 +42,7 @@ BLOCKS: dict[str, Row] = {
   "v1 tpu7x/1 1x4096x4096x4096 1nn bfloat16>bfloat16":
     (1024, 512, 4096, "rows", None),
   "v1 tpu7x/1 1x512x4096x4096 1nn bfloat16>bfloat16":
-    (512, 2048, 4096, "columns", 1024),
+    (512, 256, 4096, "rows", None),
   "v1 tpu7x/1 1x8x28672x8192 1nn bfloat16>bfloat16":
     (16, 2048, 4096, "rows", 1024),
   "v1 v5p/2 1x1000x3000x777 1tn bfloat16>bfloat16":
