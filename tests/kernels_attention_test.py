@@ -160,18 +160,7 @@ _OPTIONS: dict[str, tuple[tuple[int, ...], dict, dict]] = {
   "bias": ((2,), {}, dict(bias=_normal(2, 1, 140, 300, seed=5))),
   "bias of keys": ((2,), {}, dict(bias=_normal(2, 1, 1, 300, seed=5))),
   "bias of rows": ((), {}, dict(bias=_normal(2, 140, 1, seed=5))),
-  "many dimensions": ((), dict(d=(200, 130), q_len=20, kv_len=130), {}),
-  "one of each": ((), dict(q_len=1, kv_len=1, heads=(1, 1), d=(1, 1)), {}),
-  "one row of grouped heads": (
-    (2,),
-    dict(q_len=1, heads=(6, 2)),
-    dict(
-      is_causal=True,
-      segment_ids=np.array([[0], [2]], np.int32),
-      kv_segment_ids=_SEGMENTS["kv_segment_ids"],
-      bias=_normal(6, 1, 300, seed=5),
-    ),
-  ),
+  "many dimensions": ((), dict(d=(200, 130), kv_len=130), {}),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import coremesh as cm
 from coremesh import kernels
-from coremesh.kernels._attention import backward_blocks
+from coremesh.kernels._attention import backward_blocks, few_rows
 from coremesh.kernels._attention.backward_blocks import BackwardBlocks
 from coremesh.kernels._attention.blocks import Blocks as AttentionBlocks
 from coremesh.kernels._matmul import streams
@@ -93,6 +93,25 @@ def _attention_backward() -> _Case:
   return lambda d: pull(d), (out,)
 
 
+def _attention_of_few_rows() -> _Case:
+  def fn(q, k, v, lengths):
+    return kernels.attention(q, k, v, kv_lengths=lengths, blocks=_ATTENTION)
+
+  shapes = (4, 2, 3, 16), (4, 1, 300, 16), (4, 1, 300, 24)
+  lengths = jnp.int32([300, 130, 0, 300])
+  return fn, (*(_normal(*s) for s in shapes), lengths)
+
+
+def _attention_of_few_rows_backward() -> _Case:
+  shapes = (6, 3, 16), (6, 300, 16), (6, 300, 24)
+
+  def fn(q, k, v):
+    return kernels.attention(q, k, v, blocks=_ATTENTION)
+
+  out, pull = jax.vjp(fn, *(_normal(*s) for s in shapes))
+  return lambda d: pull(d), (out,)
+
+
 def _elementwise() -> _Case:
   fn = functools.partial(
     kernels.elementwise, lambda a, b: (a + b, a * b), block_bytes=1
@@ -129,6 +148,8 @@ _CASES: dict[str, tuple[Callable[[], _Case], int]] = {
   "grouped_weight_gradient": (_grouped_weight_gradient, 11),
   "attention": (_attention, 17),
   "attention, backward": (_attention_backward, 50),
+  "attention of few rows": (_attention_of_few_rows, 17),
+  "attention of few rows, backward": (_attention_of_few_rows_backward, 27),
   "elementwise": (_elementwise, 14),
   "softmax": (_softmax, 18),
   "reductions": (_reductions, 14),
@@ -142,6 +163,7 @@ _UNREACHED = {"matmul, in parts": ["delete", "duplicate"]}
 def test_each_wait_is_needed(name, monkeypatch):
   monkeypatch.setattr(backward_blocks, "choose", lambda *_: _BACKWARD)
   monkeypatch.setattr(streams, "MOST_SLOTS", 2 if "parts" in name else 4)
+  monkeypatch.setattr(few_rows, "are_few", lambda _: "few rows" in name)
   case, num_mutants = _CASES[name]
   fn, args = case()
   report = cm.mutate(jax.jit(fn), *args, seeds=1)

@@ -13,6 +13,8 @@ from coremesh.kernels._attention import (
   backward_bias,
   backward_blocks,
   backward_body,
+  few_backward,
+  few_rows,
   launches,
 )
 from coremesh.kernels._attention.backward_blocks import BackwardBlocks
@@ -78,6 +80,8 @@ def _run(call, blocks, arrays, operands) -> list[jax.Array]:
   q, k, v = arrays[:3]
   lead = q.shape[:-3]
   problem = problem_of(call, q, k, v, operands)
+  if blocks is None and few_rows.are_few(problem):
+    return few_backward.gradients(problem, arrays, operands)
   chip = place.current_chip()
   if blocks is None:
     blocks = backward_blocks.choose(problem, chip)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from coremesh.kernels._attention import masks
+from coremesh.kernels._attention import exponents, masks
 from coremesh.kernels._attention.call import Call, Problem
-from coremesh.kernels._attention.tiles import INFINITY, LOG2_E
+from coremesh.kernels._attention.exponents import INFINITY, LOG2_E
 from coremesh.kernels.blocks import iota
 
 # Which axes `dot` sums over: one of the first matrix, one of the second.
@@ -156,13 +156,7 @@ def terms(
     counted: of `Mask`.
   """
   products = dot("mk,nk", inputs.k, inputs.q)
-  if call.soft_cap is None:
-    slope = None
-    scores = products * (call.scale * LOG2_E)
-  else:
-    capped = jnp.tanh(products * (call.scale / call.soft_cap))
-    slope = 1 - capped * capped
-    scores = capped * (call.soft_cap * LOG2_E)
+  scores, slope = exponents.of_products(call, products)
   if bias is not None:
     scores = scores + turned(bias.astype(jnp.float32)) * LOG2_E
   weights = jnp.exp2(scores - log_total)

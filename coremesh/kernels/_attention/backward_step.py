@@ -14,6 +14,7 @@ from coremesh.kernels._attention import masks
 from coremesh.kernels._attention.backward_plan import Plan
 from coremesh.kernels._attention.backward_tiles import Strip
 from coremesh.kernels._attention.masks import Span
+from coremesh.kernels._attention.scalars import both, negated, when
 from coremesh.kernels._attention.units import Unit
 from coremesh.kernels.blocks import iota
 
@@ -113,20 +114,20 @@ class Step:
     tiles = self.plan.tiles
     distance = self._key(j) - self._row(i)
     is_whole, may_count = self._of_pair(i, j)
-    is_full = _both(is_whole, tiles.is_full(distance))
+    is_full = both(is_whole, tiles.is_full(distance))
 
     def strips(which, is_edge):
       for strip in which:
         self._strip(i, j, strip, is_edge=is_edge)
 
-    _when(is_full, lambda: strips(tiles.full, False))
-    rest = _both(may_count, _not(is_full))
+    when(is_full, lambda: strips(tiles.full, False))
+    rest = both(may_count, negated(is_full))
     for edge, which in tiles.edges.items():
-      is_edge = _both(is_whole, distance == edge)
-      _when(is_edge, lambda which=which: strips(which, True))
-      rest = _both(rest, _not(is_edge))
+      is_edge = both(is_whole, distance == edge)
+      when(is_edge, lambda which=which: strips(which, True))
+      rest = both(rest, negated(is_edge))
     if self.plan.has_other_pairs:
-      _when(rest, lambda: self._masked_pair(i, j))
+      when(rest, lambda: self._masked_pair(i, j))
 
   def _of_pair(self, i: Any, j: Any) -> tuple[Any, Any]:
     """Whether all and whether any of a pair may count, but for the band."""
@@ -136,7 +137,7 @@ class Step:
       is_whole = self._row(i) + size.rows <= problem.q_len
     if self.num_keys is not None or problem.kv_len % size.keys:
       limit = problem.kv_len if self.num_keys is None else self.num_keys
-      is_whole = _both(is_whole, self._key(j) + size.keys <= limit)
+      is_whole = both(is_whole, self._key(j) + size.keys <= limit)
     if "row_segments" in self.refs:
       rows = self.refs["row_segments"][:, _slice(i * size.rows, size.rows)]
       keys = self.refs["key_segments"][:, _slice(j * size.keys, size.keys)]
@@ -144,7 +145,7 @@ class Step:
       first_row, last_row = jnp.min(rows), jnp.max(rows)
       first_key, last_key = jnp.min(keys), jnp.max(keys)
       is_one = (first_row == last_key) & (last_row == first_key)
-      is_whole = _both(is_whole, is_one & (first_row >= 0))
+      is_whole = both(is_whole, is_one & (first_row >= 0))
       may_count = (first_row <= last_key) & (first_key <= last_row)
     return is_whole, may_count
 
@@ -178,7 +179,7 @@ class Step:
       if self.num_keys is not None:
         may_count = may_count & (key.start < self.num_keys)
       keys = _slice(start, size.part)
-      _when(may_count, lambda: self._masked(row.start, rows, key.start, keys))
+      when(may_count, lambda: self._masked(row.start, rows, key.start, keys))
 
     _loop(0, size.keys // size.part, with_part)
 
@@ -252,23 +253,3 @@ def _loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
     body(i)
 
   jax.lax.fori_loop(jnp.int32(start), jnp.int32(stop), turn, None)
-
-
-def _both(a: Any, b: Any) -> Any:
-  """Whether both hold, known when the kernel is compiled if possible."""
-  if isinstance(a, bool):
-    return b if a else False
-  if isinstance(b, bool):
-    return a if b else False
-  return a & b
-
-
-def _not(a: Any) -> Any:
-  return not a if isinstance(a, bool) else ~a
-
-
-def _when(condition: Any, then: Callable[[], None]) -> None:
-  if not isinstance(condition, bool):
-    pl.when(condition)(then)
-  elif condition:
-    then()

@@ -14,7 +14,13 @@ import numpy as np
 from coremesh import place
 from coremesh.kernels import batching
 from coremesh.kernels._attention import blocks as attention_blocks
-from coremesh.kernels._attention import launches, masks, scalars
+from coremesh.kernels._attention import (
+  few_forward,
+  few_rows,
+  launches,
+  masks,
+  scalars,
+)
 from coremesh.kernels._attention import turns as attention_turns
 from coremesh.kernels._attention.blocks import Blocks
 from coremesh.kernels._attention.call import (
@@ -25,7 +31,7 @@ from coremesh.kernels._attention.call import (
   problem_of,
 )
 from coremesh.kernels._attention.masks import Span
-from coremesh.kernels._attention.scalars import quotient
+from coremesh.kernels._attention.scalars import quotient, when
 from coremesh.kernels._attention.tiles import Scratch, Tiles, scratch_types
 from coremesh.kernels._attention.turns import Turns
 from coremesh.kernels._attention.units import Unit, Units
@@ -36,8 +42,6 @@ def forward(
   call: Call, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
   """The output [..., heads, q_len, d_v] and the LSE [..., heads, q_len]."""
-  if q.shape[-2] == 1 and q.shape[-3] > k.shape[-3] and call.window is None:
-    return _of_single_rows(call, q, k, v, operands)
   given = operands.given
 
   def run(q, k, v, *arrays):
@@ -48,35 +52,10 @@ def forward(
   return out, lse
 
 
-def _of_single_rows(call, q, k, v, operands) -> tuple[jax.Array, jax.Array]:
-  """Of one row a head: heads that share keys become rows of one head.
-
-  So that keys are gone through once for all of them. Without a window a row
-  that is alone counts every key, causal or not.
-  """
-  group = q.shape[-3] // k.shape[-3]
-
-  def as_rows(array: Any) -> Any:
-    if array is None or array.shape[-3] == 1:
-      return array
-    *lead, heads, _, size = array.shape
-    return array.reshape(*lead, heads // group, group, size)
-
-  rows = operands.row_segments
-  if rows is not None:
-    rows = jnp.broadcast_to(rows, (*rows.shape[:-1], group))
-  out, lse = forward(
-    dataclasses.replace(call, is_causal=False),
-    as_rows(q),
-    k,
-    v,
-    operands._replace(bias=as_rows(operands.bias), row_segments=rows),
-  )
-  return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
-
-
 def _run(call, q, k, v, operands) -> list[jax.Array]:
   problem = problem_of(call, q, k, v, operands)
+  if few_rows.are_few(problem):
+    return few_forward.forward(problem, q, k, v, operands)
   lead = q.shape[:-3]
   chip = place.current_chip()
   blocks = attention_blocks.chosen(
@@ -327,11 +306,11 @@ def _step(plan: Plan, here: Tiles, unit: Unit) -> None:
     turns.sweep(here)
     if plan.has_edges:
       is_here = plan.steps == 1 or turns.stop > turns.clear_stop
-      _when(is_here, lambda: here.last_edge(turns.clear_stop))
+      when(is_here, lambda: here.last_edge(turns.clear_stop))
     here.finish()
 
   pl.when(step == 0)(here.clear)
-  _when(turns.any, sweep)
+  when(turns.any, sweep)
   pl.when(step == plan.steps - 1)(here.write)
 
 
@@ -349,11 +328,3 @@ def _start(plan: Plan, here: Tiles, turns: Turns) -> None:
     lambda: here.first_edge(tile, after=turns.first),
     lambda: here.start(turns.first),
   )
-
-
-def _when(condition: Any, do: Callable[[], None]) -> None:
-  """`pl.when`, without a branch where the answer is known."""
-  if not isinstance(condition, bool):
-    pl.when(condition)(do)
-  elif condition:
-    do()

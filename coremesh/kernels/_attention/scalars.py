@@ -75,3 +75,25 @@ def num_keys_of(problem: Problem, num_keys_smem: Any, batch: Any) -> Any:
     return None
   element = 0 if num_keys_smem.shape == (1,) else batch
   return jnp.clip(num_keys_smem[element], 0, problem.kv_len)
+
+
+def both(a: Any, b: Any) -> Any:
+  """Whether both hold, known when the kernel is compiled if possible."""
+  if isinstance(a, bool):
+    return b if a else False
+  if isinstance(b, bool):
+    return a if b else False
+  return a & b
+
+
+def negated(a: Any) -> Any:
+  """Whether it does not hold."""
+  return not a if isinstance(a, bool) else ~a
+
+
+def when(condition: Any, then: Callable[[], None]) -> None:
+  """`pl.when`, without a branch where the answer is known."""
+  if not isinstance(condition, bool):
+    pl.when(condition)(then)
+  elif condition:
+    then()

@@ -13,7 +13,6 @@ registers, and what is known of a row is one number a lane.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from coremesh.kernels._attention import masks
+from coremesh.kernels._attention import exponents, masks
 from coremesh.kernels._attention.blocks import Blocks
 from coremesh.kernels._attention.call import Problem
+from coremesh.kernels._attention.exponents import INFINITY, LOG2_E
 from coremesh.kernels.blocks import iota
-
-INFINITY = float("inf")
-LOG2_E = math.log2(math.e)
 
 # Tiles whose scores are there before the terms of one are computed.
 _AHEAD = 2
@@ -360,12 +357,7 @@ class Tiles:
 
   def _as_exponents(self, tile: Tile, scores: jax.Array) -> jax.Array:
     """The scores as exponents of 2: scaled, capped, with their bias."""
-    call = self.problem.call
-    if call.soft_cap is None:
-      scores = scores * (call.scale * LOG2_E)
-    else:
-      capped = jnp.tanh(scores * (call.scale / call.soft_cap))
-      scores = capped * (call.soft_cap * LOG2_E)
+    scores, _ = exponents.of_products(self.problem.call, scores)
     if "bias" not in self.refs:
       return scores
     bias = self.refs["bias"]
