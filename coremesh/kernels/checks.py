@@ -105,8 +105,10 @@ def checked_out_dtype(argument: str, dtype: Any, *, default: Any) -> np.dtype:
   Raises:
     DTypeError: it is no dtype, or not of real numbers of at most 32 bits.
   """
+  if dtype is None:
+    return jnp.dtype(default)
   try:
-    found = jnp.dtype(default if dtype is None else dtype)
+    found = jnp.dtype(dtype)
   except TypeError:
     found = jnp.dtype(object)
   kinds = jnp.integer, jnp.floating
