@@ -39,7 +39,7 @@ def _product(x_ref, y_ref, o_ref, sums):
 
 def _blocks(rows, columns, dtype, *, buffers=2):
   """A product by blocks, and its arguments."""
-  size = 4096
+  size = 2048
   x = _type(size, size, dtype=dtype)
   kernel = pl.pallas_call(
     _product,
@@ -328,6 +328,29 @@ def test_tables_semaphores_and_scopes_are_counted():
   assert found.predicted("semaphores") == 3 + 1
   assert found.predicted("VMEM") == 2 * 8 * 128 * 4  # the block, the scope
   assert found.limit("SMEM") == cm.chip("v6e").smem_bytes_per_tensor_core
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5p", "tpu7x"])
+@pytest.mark.parametrize(
+  "types",
+  [
+    [((7,), _F32), ((3, 5, 100), jnp.int32), ((13, 64), _F32)],
+    [((2, 1, 128), _F32), ((13, 200), _F32), ((13, 64), jnp.bfloat16)],
+  ],
+)
+def test_buffers_of_scopes_are_counted_as_libtpu_pads_them(types, chip):
+  def body(x_ref, o_ref):
+    def scope(*buffers):
+      for buffer in buffers:
+        buffer[...] = jnp.ones_like(buffer)
+        pltpu.sync_copy(buffer, buffer)
+
+    pl.run_scoped(scope, *[pltpu.VMEM(*one) for one in types])
+    o_ref[...] = x_ref[...]
+
+  kernel = pl.pallas_call(body, out_shape=_type(8, 128))
+  [found] = cm.compile(kernel, _type(8, 128), chip=chip).ledgers
+  assert found.used_vmem_bytes == found.expected_vmem_bytes, str(found)
 
 
 def test_a_subcore_is_held_against_its_own_memory():
