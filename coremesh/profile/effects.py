@@ -311,9 +311,9 @@ class Effects:
       self.assume(f"a copy to SMEM goes where {end.cause} says; left out")
       return
     words, cause = self._words(source, start, count)
-    for i in range(count):
-      is_given = words is not None and i < len(words)
-      self.smem[end + i] = int(words[i]) if is_given else Unknown(cause)  # pyright: ignore
+    found: list[Word] = [] if words is None else [int(w) for w in words[:count]]
+    found += [Unknown(cause)] * (count - len(found))
+    self.smem.update((end + i, word) for i, word in enumerate(found))
 
   def _keep(self, bundle: int, start: Word, end: Word, count: Word) -> None:
     """Notes what is copied from SMEM to an operand in HBM."""
