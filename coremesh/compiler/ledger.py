@@ -1,6 +1,6 @@
 """What a kernel holds on each core, buffer by buffer, against the limits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -260,16 +260,17 @@ def _of_kernel(
   return Ledger(
     kernel=aot.body_name(eqn),
     chip=chip.name,
-    is_sparse=any(not isinstance(m, pltpu.TensorCoreMesh) for m in meshes),
-    entries=tuple(_entries(eqn)),
+    is_sparse=any(map(usage.is_sparse, meshes)),
+    entries=tuple(_entries(eqn, meshes)),
     vmem_limit_bytes=getattr(params, "vmem_limit_bytes", None)
     or vmem_limit_bytes,
     collective_id=getattr(params, "collective_id", None),
   )
 
 
-def _entries(eqn: jex_core.JaxprEqn) -> Iterator[Entry]:
-  for body in aot.kernel_bodies(eqn):
+def _entries(eqn: jex_core.JaxprEqn, meshes: Sequence[Any]) -> Iterator[Entry]:
+  bodies = aot.kernel_bodies(eqn)
+  for mesh, body in zip(meshes or (None,), bodies, strict=True):
     windows = aot.windows(eqn)
     names = body.debug_info.arg_names or [""] * len(body.invars)
     inputs = (v for e in body.eqns for v in e.invars)
@@ -279,7 +280,8 @@ def _entries(eqn: jex_core.JaxprEqn) -> Iterator[Entry]:
       is_used = window is not None or var in used
       for entry in _entry(number, str(name), var.aval, window):
         yield dataclasses.replace(entry, is_used=is_used)
-    peak = usage.peak_of_scopes(body)
+    is_sparse = usage.is_sparse(mesh)
+    peak = usage.peak_of_scopes(body, is_sparse=is_sparse)
     for memory, amount in zip(
       _MEMORIES,
       (

@@ -10,6 +10,9 @@ import jax.extend.core as jex_core
 from coremesh import _compat, tiles
 from coremesh._compat import aot
 
+# libtpu makes room for the buffers of scopes by as much.
+_SCOPED_UNIT_BYTES = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
@@ -102,7 +105,7 @@ def _of_kernel(eqn: jex_core.JaxprEqn) -> KernelUsage:
       ),
       start=Usage(),
     )
-    usage = usage | (own + peak_of_scopes(jaxpr))
+    usage = usage | (own + peak_of_scopes(jaxpr, is_sparse=is_sparse(mesh)))
     uses_barrier |= _compat.count_barrier_semaphores(jaxpr) > 0
   return KernelUsage(
     name=aot.body_name(eqn),
@@ -114,17 +117,42 @@ def _of_kernel(eqn: jex_core.JaxprEqn) -> KernelUsage:
   )
 
 
-def peak_of_scopes(jaxpr: jex_core.Jaxpr) -> Usage:
-  """The most that the scopes inside a program hold at once."""
+def is_sparse(mesh: Any) -> bool:
+  """Whether a mesh is of SparseCores; None is of a TensorCore."""
+  return mesh is not None and not isinstance(mesh, pltpu.TensorCoreMesh)
+
+
+def peak_of_scopes(jaxpr: jex_core.Jaxpr, *, is_sparse: bool) -> Usage:
+  """The most that the scopes inside a program hold at once.
+
+  Args:
+    jaxpr: the body of a kernel.
+    is_sparse: whether it runs on a SparseCore.
+  """
   peak = Usage()
   for eqn in jaxpr.eqns:
     held = Usage()
     if eqn.primitive.name == "run_scoped":
       for v in eqn.params["jaxpr"].invars:
-        held += _of_ref(v.aval)
+        held += _of_ref(v.aval) if is_sparse else _of_scoped_ref(v.aval)
     for inner in _compat.inner_jaxprs(eqn):
-      peak = peak | (held + peak_of_scopes(inner))
+      peak = peak | (held + peak_of_scopes(inner, is_sparse=is_sparse))
   return peak
+
+
+def _of_scoped_ref(aval: Any) -> Usage:
+  """What the buffer of a scope takes on a TensorCore."""
+  if _compat.memory_space_of_type(aval) != pltpu.VMEM:
+    return _of_ref(aval)
+  num_bytes = padded_bytes(aval)
+  *rows, columns = aval.shape or (1,)
+  is_word = tiles.packing(aval.dtype) == 1
+  if rows and columns <= tiles.LANES and is_word:
+    # Rows that fill no more than the lanes lie one after the other.
+    num_bytes = math.prod(rows) * tiles.LANES * 4
+  return Usage(
+    vmem_bytes_per_core=tiles.rounded_up(num_bytes, _SCOPED_UNIT_BYTES)
+  )
 
 
 def _of_ref(aval: Any, *, copies: int | None = None) -> Usage:
