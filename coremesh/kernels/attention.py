@@ -46,6 +46,9 @@ def attention(
   3. At the end the output is divided by the sum. The backward kernels compute
      the scores once more, from the log of that sum.
 
+  Where the heads that share keys have few rows in all, as when one query is
+  decoded, these are one block that the keys go by: each is read once.
+
   Reads q once, k and v once for each block of rows that needs them and writes
   the output once. VMEM holds two blocks of rows of q and of the output and two
   of keys and values.
@@ -71,7 +74,8 @@ def attention(
     scale: of the scores; default d_qk^-0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
     return_lse: whether to return the log-sum-exp of each row too.
-    blocks: sizes of the blocks; they change rounding only.
+    blocks: sizes of the blocks; they change rounding only. Of few rows no block
+      has more than `keys`, and nothing else counts.
 
   Returns:
     [..., heads, q_len, d_v] of q's dtype; with `return_lse` also float32
@@ -284,7 +288,13 @@ SPEC = KernelSpec(
     "16x4096 soft cap": _case(1, 16, 4096, 128, soft_cap=50.0),
     "32x4096 d 64": _case(1, 32, 4096, 64, is_causal=True),
     "8x4096 d 256": _case(1, 8, 4096, 256, is_causal=True),
+    "8x1024 causal": _case(1, 8, 1024, 128, is_causal=True),
     "8x32/8x1 of 8192": _case(8, 32, 1, 128, kv_heads=8, kv_len=8192),
+    "8x32/8x4 of 8192 causal": _case(
+      8, 32, 4, 128, kv_heads=8, kv_len=8192, is_causal=True
+    ),
+    "8x64/8x1 of 8192 d 64": _case(8, 64, 1, 64, kv_heads=8, kv_len=8192),
+    "32/8x1 of 32768": _case(1, 32, 1, 128, kv_heads=8, kv_len=32768),
   },
   search_space={"blocks": _SEARCHED},
   num_flops=_num_flops,
