@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from coremesh import _compat, arguments, collective, errors, scope, shapes
+from coremesh import _compat, arguments, collective, errors, hbm, scope, shapes
 from coremesh import place as places
 
 type Route = Literal["kernel", "core_map"]
@@ -116,6 +116,8 @@ class Kernel:
       call, scopes = self._pallas_call(avals, out)
       revise = functools.partial(self._revise, place=place, scopes=scopes)
       args = jax.tree.map(shapes.without_empty_axes, args)
+      if not place.is_simulated:
+        args = hbm.kept(args, meshes=self.meshes, chip=place.chip)
       with (
         arguments.explained(self.name, self.cores),
         _compat.revising_launches(revise),
@@ -284,6 +286,9 @@ def kernel(
   A body that writes or signals other workers must first meet them in a barrier
   over those axes, and must wait for every copy it starts; one that does not is
   refused.
+
+  Where libtpu copies arguments to VMEM before a kernel, on a tpu7x, those of
+  1 MiB and more stay in HBM: the kernel's own copies are hidden, those are not.
 
   Args:
     body: the body, or one for each of several meshes. None: a decorator.

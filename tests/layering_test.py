@@ -16,7 +16,7 @@ _ROWS = (
   _FACTS,
   (  # device: runs in the traced program.
     *("partition", "scope", "mesh", "barriers", "remote", "exchanges"),
-    *("pipelines", "shapes", "place", "collective", "arguments"),
+    *("pipelines", "shapes", "place", "collective", "arguments", "hbm"),
     *("launch", "kernels"),
   ),
   # host: never the device row.

@@ -22,6 +22,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.pallas import core as _pallas_core
 from jax._src.pallas import mpmd as _mpmd
 from jax._src.pallas.mosaic import primitives as _mosaic_primitives
+from jax._src.state import primitives as _state_primitives
 from jax._src.state import types as _state_types
 from jax.experimental.pallas import tpu as pltpu
 import jax.extend.core as jex_core
@@ -435,8 +436,10 @@ _mlir.register_lowering(
 def _batch_kernel(args: Any, dims: Any, **params: Any) -> Any:
   """One launch after the other: right for barriers, prefetch and check_vma."""
   is_batched = [d is not None for d in dims]
+  spaces = [_core.typeof(arg).memory_space for arg in args]
+  # What slices an array takes none that is kept in a memory of a TPU.
   stacked = [
-    _batching.moveaxis(arg, dim, 0)
+    _batching.moveaxis(_moved(arg, _core.MemorySpace.Device), dim, 0)
     for arg, dim, batched in zip(args, dims, is_batched, strict=True)
     if batched
   ]
@@ -444,13 +447,19 @@ def _batch_kernel(args: Any, dims: Any, **params: Any) -> Any:
   def launch(elements):
     rest = iter(elements)
     flat = [
-      next(rest) if batched else arg
-      for arg, batched in zip(args, is_batched, strict=True)
+      _moved(next(rest), space) if batched else arg
+      for arg, batched, space in zip(args, is_batched, spaces, strict=True)
     ]
     return kernel_p.bind(*flat, **params)
 
   results = jax.lax.map(launch, stacked)
   return results, [0] * len(results)
+
+
+def _moved(array: Any, memory_space: Any) -> Any:
+  if _core.typeof(array).memory_space == memory_space:
+    return array
+  return _state_primitives.with_memory_space_constraint(array, memory_space)
 
 
 def _refuse_derivative(primals: Any, tangents: Any, **params: Any) -> Any:
