@@ -43,7 +43,7 @@ def best(
   product: Product, chip: chips.Chip, *, count: int
 ) -> tuple[Blocks, ...]:
   """The blocks that fit VMEM and take least time by `seconds`, in order."""
-  fitting = (b for b in _candidates(product) if fits(product, b, chip))
+  fitting = (b for b in _candidates(product, chip) if fits(product, b, chip))
   ranked = sorted(fitting, key=lambda b: seconds(product, b, chip))
   return tuple(ranked[:count])
 
@@ -110,7 +110,7 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   return steps * max(in_step / clock, copied) + ends
 
 
-def _candidates(product: Product) -> Iterator[Blocks]:
+def _candidates(product: Product, chip: chips.Chip) -> Iterator[Blocks]:
   def sizes(extent: int, tile: int, most: int) -> list[int]:
     whole = tiles.rounded_up(extent, tile)
     shares = {tiles.rounded_up(-(-whole // n), tile) for n in (1, 2, 3, 4)}
@@ -123,7 +123,7 @@ def _candidates(product: Product) -> Iterator[Blocks]:
     sizes(product.rows, product.row_tile, 2048),
     sizes(product.columns, tiles.LANES, 4096),
     sizes(product.inner, tiles.LANES, 4096),
-    SPLITS,
+    SPLITS if chip.tensor_cores_per_device > 1 else SPLITS[:1],
   ):
     for part in _parts(columns, split):
       yield Blocks(

@@ -81,11 +81,15 @@ def num_strips(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
 def product_cycles(
   product: Product, rows: int, columns: int, inner: int, chip: chips.Chip
 ) -> float:
-  """Cycles of the matrix units of a core for one product of blocks."""
+  """Cycles of the matrix units of a core for one product of blocks.
+
+  A unit of which a block fills only some columns takes as long.
+  """
   # An int8 or 8-bit float product runs at the rate of bfloat16 here, which is
   # right for the choice between blocks.
   flops = chip.bf16_flops_per_second_per_tensor_core or 1
   rows = max(min(rows, tiles.rounded_up(product.rows, 8)), 1)
+  columns = tiles.rounded_up(columns, chip.mxu_columns)
   return 2 * rows * columns * inner / flops * chip_clock_hz(chip)
 
 
