@@ -15,8 +15,9 @@ from coremesh.kernels import layouts
 from coremesh.kernels._attention.call import in_blocks, joined
 from coremesh.kernels._attention.few_rows import OF_KEYS, OF_ROWS, Plan
 
-# Copies of two blocks are under way while one is computed with.
-_BUFFERS = 3
+# Two copies must be under way while a block is computed with. A power of two, by
+# which the scalar core need not divide to find the next room.
+_BUFFERS = 4
 
 
 def as_rows(
