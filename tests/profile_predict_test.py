@@ -15,7 +15,14 @@ import pytest
 
 import coremesh as cm
 from coremesh.errors import ChipError, UnsupportedError
-from coremesh.profile import bundles, dma, rates, scalar, statements
+from coremesh.profile import (
+  bundles,
+  dma,
+  rates,
+  scalar,
+  statements,
+  tensor_cores,
+)
 from tests import profiling, support
 
 every_chip = pytest.mark.parametrize("chip", support.COMPILED_CHIPS)
@@ -184,6 +191,7 @@ def test_a_kernel_that_cannot_be_predicted_is_named(monkeypatch):
   fn, args = profiling.swap(256)
   compiled = cm.compile(fn, *args, chip="v5p:2x2x1")
   monkeypatch.setattr(statements, "_WAITS", {})  # As if no wait were known.
+  tensor_cores._code.cache_clear()  # What is translated is kept.
   with pytest.raises(UnsupportedError, match="'swap' cannot be predicted.*vwa"):
     cm.predict(compiled, *args)
 

@@ -92,6 +92,8 @@ def timed(
   )
 
 
+# Of a program that is checked and then timed.
+@functools.lru_cache(maxsize=8)
 def _program(text: str) -> tuple[bundles.Program, Code | None, Code]:
   """All bundles: those of the vector subcores, then of the scalar subcore."""
   found = [

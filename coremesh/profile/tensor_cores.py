@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -46,28 +47,37 @@ def timed(
     UnsupportedError: it holds something that is not modelled, or cores wait
       for what nobody sends.
   """
-  program = bundles.parse(operation.text("bundles"))
+  rate = rates.rates(chip)
+  code = _code(operation.text("bundles"), rate.delay_slots, num_devices)
   try:
-    return _run(program, chip, words, num_devices, models)
+    return _run(code, chip, words, models)
   except errors.UnsupportedError:
-    scalars = _unknown_scalars(program, words)
+    scalars = _unknown_scalars(code.program, words)
     if operation.kernel is not None or not scalars:
       raise
   words = {**words, **scalars}
-  found = _run(program, chip, words, num_devices, models)
+  found = _run(code, chip, words, models)
   return dataclasses.replace(found, assumed=(*found.assumed, _ZEROS))
 
 
+# Of a program that is checked and then timed.
+@functools.lru_cache(maxsize=8)
+def _code(text: str, delay_slots: int, num_devices: int) -> Code:
+  return Code(
+    bundles.parse(text), delay_slots=delay_slots, num_devices=num_devices
+  )
+
+
 def _run(
-  program: bundles.Program,
+  code: Code,
   chip: chips.Chip,
   words: Mapping[int, np.ndarray],
-  num_devices: int,
   models: Sequence[str],
 ) -> Timed:
-  rate = rates.rates(chip)
-  code = Code(program, delay_slots=rate.delay_slots, num_devices=num_devices)
-  cast = devices.cast(code, chip, rate, num_devices=num_devices, operands=words)
+  rate, program = rates.rates(chip), code.program
+  cast = devices.cast(
+    code, chip, rate, num_devices=code.num_devices, operands=words
+  )
 
   def links(which: str) -> Links | None:
     return interconnect.links(chip, rate, which) if cast.sends else None
