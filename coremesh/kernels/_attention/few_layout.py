@@ -15,8 +15,8 @@ from coremesh.kernels import layouts
 from coremesh.kernels._attention.call import in_blocks, joined
 from coremesh.kernels._attention.few_rows import OF_KEYS, OF_ROWS, Plan
 
-# Two copies must be under way while a block is computed with, which takes three.
-# By a power of two the scalar core need not divide to find the next.
+# Two copies must be under way while a block is computed with. Three would do,
+# but by a power of two the scalar core need not divide to find the next.
 _BUFFERS = 4
 
 
