@@ -74,20 +74,20 @@ def product_of_types(x: Any, w: Any, **options: Any) -> Product:
   """What the blocks of `matmul(x, w, **options)` are chosen for.
 
   Args:
-    x, w: arrays of two axes, or their types. Their product is of a shape that
-      XLA does not lay out transposed.
+    x, w: arrays, or their types, that have leading axes both or not at all.
+      Their product is of a shape that XLA does not lay out transposed.
     **options: of matmul, without an epilogue.
   """
   options.setdefault("out_dtype", default_out_dtype(x))
   call = Call(**options)
-  _, m, n, k = call.product(x, w)
+  batch, m, n, k = call.product(x, w)
   flips = [layouts.lies_transposed(array.shape) for array in (x, w)]
   call = dataclasses.replace(
     call,
     transpose_x=call.transpose_x != flips[0],
     transpose_w=call.transpose_w != flips[1],
   )
-  return _product(call, (m, n), k, x.dtype)
+  return _product(call, (*batch, m, n), k, x.dtype)
 
 
 def _product(
