@@ -77,13 +77,13 @@ def _body(plan: Plan, *refs: Any, **scratch: Any) -> None:
   """All units of a core."""
   count = 3 + len(plan.problem.operands)
   inputs, outs = refs[:count], refs[count:]
-  run = functools.partial(_visited, plan, Scratch(**scratch), outs)
+  pipeline = functools.partial(_pipeline, plan, Scratch(**scratch), outs)
+
+  def run(inputs, num_keys_smem):
+    visited = functools.partial(pipeline, inputs, num_keys_smem)
+    few_visits.with_visits(plan, num_keys_smem, visited)
+
   scalars.with_num_keys(plan.problem, inputs, run)
-
-
-def _visited(plan: Plan, scratch: Scratch, outs, inputs, num_keys_smem) -> None:
-  run = functools.partial(_pipeline, plan, scratch, outs, inputs, num_keys_smem)
-  few_visits.with_visits(plan, num_keys_smem, run)
 
 
 def _pipeline(
