@@ -224,14 +224,9 @@ def test_compiles(chip_name):
     )
     return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
-  def both(q, narrow, wide, bias, ids, lengths):
-    # Keys on lanes and on sublanes, in steps of several blocks.
-    return (
-      jax.grad(loss, (0, 1, 2))(q, narrow, wide, bias, ids, lengths),
-      jax.grad(lambda *a: jnp.sum(attention(*a)))(wide[:, :, :5], wide, narrow),
-    )
-
-  fn = jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P())
+  # k with keys on lanes, v with keys on sublanes.
+  fn = jax.grad(loss, (0, 1, 2))
+  fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
   bf16, f32, int32 = jnp.bfloat16, jnp.float32, jnp.int32
   compiled = cm.compile(
     jax.jit(fn),
@@ -240,12 +235,11 @@ def test_compiles(chip_name):
       for shape, dtype in (
         ((2, 4, 3, 64), bf16),
         ((2, 2, 300, 64), bf16),
-        ((2, 2, 300, 200), bf16),
+        ((2, 2, 300, 128), bf16),
         ((4, 1, 300), f32),
         ((2, 300), int32),
         ((2,), int32),
       )
     ),
   )
-  names = [operation.kernel for operation in compiled.operations]
-  assert names.count("attention_of_few_rows_backward") == 2
+  assert {operation.kernel for operation in compiled.operations} >= _KERNELS
