@@ -72,16 +72,8 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   """
   p, b = product, blocks
   cores = chip.tensor_cores_per_device
-  grid_rows, grid_columns, inner = (
-    math.ceil(p.rows / b.rows),
-    math.ceil(p.columns / b.columns),
-    math.ceil(p.inner / b.inner),
-  )
-  num_blocks = dict(
-    batch=p.batch, rows=grid_rows, columns=grid_columns, inner=inner
-  )
-  num_blocks[b.split] = math.ceil(num_blocks[b.split] / cores)
-  steps = math.prod(num_blocks.values())
+  steps = streams.num_steps(product, blocks, chip)
+  inner = math.ceil(p.inner / b.inner)
   clock = streams.chip_clock_hz(chip)
   depth = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
   parts = b.columns // b.columns_at_a_time

@@ -1,7 +1,10 @@
 """How blocks of a matrix product come and leave: chunks, slots and strips."""
 
+import math
+
 from coremesh import chips, tiles
 from coremesh.kernels._matmul.blocks import Blocks, Product
+from coremesh.partition import num_blocks
 
 # Copies start to arrive after this long: the DMA latency of a v5p that
 # `profile/rates.py` takes from published times.
@@ -43,12 +46,27 @@ def num_slots(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
   """Blocks of each array in VMEM: 2, or more where these are small.
 
   While one is multiplied, copies are under way of as much as HBM gives a core
-  in the time that the first of it takes to arrive. A power of two.
+  in the time that the first of it takes to arrive. A power of two; of few steps
+  the least that holds all.
   """
+  steps = num_steps(product, blocks, chip)
   per_second = chip.hbm_bytes_per_second_per_device
   arriving = LATENCY_SECONDS * per_second / chip.tensor_cores_per_device
   ahead = arriving / loaded_bytes(product, blocks)
-  return next((n for n in (2, 4) if ahead <= n - 1), MOST_SLOTS)
+  return next((n for n in (2, 4) if min(ahead, steps - 1) <= n - 1), MOST_SLOTS)
+
+
+def num_steps(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
+  """Steps of the core that has most."""
+  p, b = product, blocks
+  counts = dict(
+    batch=p.batch,
+    rows=num_blocks(p.rows, b.rows),
+    columns=num_blocks(p.columns, b.columns),
+    inner=num_blocks(p.inner, b.inner),
+  )
+  counts[b.split] = num_blocks(counts[b.split], chip.tensor_cores_per_device)
+  return math.prod(counts.values())
 
 
 def loaded_bytes(product: Product, blocks: Blocks) -> int:
