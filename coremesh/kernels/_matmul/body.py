@@ -143,9 +143,9 @@ class _Core:
         copy.start()
     if self.plan.joins:
       barriers.core_barrier("core")
-    # Small blocks are a matter of latency, large ones of HBM's bandwidth.
+    # The next blocks, if large, would delay the chunks of the first.
     last = len(chunks) - 1
-    asks_at = last if self.num_ahead == 1 else 0
+    asks_at = 0 if plan.is_small else last
     for i, (copies, (start, size)) in enumerate(chunks):
       if i == asks_at:
         for number in range(1, self.plan.num_slots):

@@ -89,10 +89,13 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   loaded = p.in_bytes * (b.rows + p.num_weights * b.columns) * depth
   stored = (p.out_bytes + p.operand_bytes) * b.rows * b.columns
   moved = streams.loaded_bytes(product, blocks) + stored / inner
-  # Copies to all slots but one are on their way while a block is multiplied.
+  # Copies to all slots but one are on their way while a block is multiplied; of
+  # few steps all are from the start.
   ahead = streams.num_slots(product, blocks, chip) - 1
   alone = streams.LATENCY_SECONDS + moved / (per_second * cores)
-  copied = max(moved / per_second, alone / ahead)
+  copied = moved / per_second
+  if steps > 1 and (ahead == 1 or ahead < steps - 1):
+    copied = max(copied, alone / ahead)
   chunks = streams.first_chunks(product, blocks, chip)
   ends = 2 * streams.LATENCY_SECONDS
   last = stored / parts / streams.num_strips(product, blocks, chip)

@@ -160,6 +160,7 @@ def _plan(
     split=_SHARED[blocks.split],
     num_cores=chip.tensor_cores_per_device,
     num_slots=streams.num_slots(product, blocks, chip),
+    is_small=streams.blocks_in_latency(product, blocks, chip) > 1,
   )
 
 

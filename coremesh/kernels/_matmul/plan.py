@@ -64,6 +64,8 @@ class Plan:
       leading axes.
     num_cores: that share it.
     num_slots: blocks of each array in VMEM, a power of two.
+    is_small: whether copies of blocks wait for their latency, rather than for
+      the bandwidth of HBM.
   """
 
   call: Call
@@ -77,6 +79,7 @@ class Plan:
   split: str
   num_cores: int
   num_slots: int
+  is_small: bool
 
   @property
   def axes(self) -> Mapping[str, Axis]:

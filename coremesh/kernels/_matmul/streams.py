@@ -49,11 +49,20 @@ def num_slots(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
   in the time that the first of it takes to arrive. A power of two; of few steps
   the least that holds all.
   """
-  steps = num_steps(product, blocks, chip)
+  ahead = min(
+    blocks_in_latency(product, blocks, chip),
+    num_steps(product, blocks, chip) - 1,
+  )
+  return next((n for n in (2, 4) if ahead <= n - 1), MOST_SLOTS)
+
+
+def blocks_in_latency(
+  product: Product, blocks: Blocks, chip: chips.Chip
+) -> float:
+  """Steps whose blocks HBM gives a core in the time that a copy takes."""
   per_second = chip.hbm_bytes_per_second_per_device
   arriving = LATENCY_SECONDS * per_second / chip.tensor_cores_per_device
-  ahead = arriving / loaded_bytes(product, blocks)
-  return next((n for n in (2, 4) if min(ahead, steps - 1) <= n - 1), MOST_SLOTS)
+  return arriving / loaded_bytes(product, blocks)
 
 
 def num_steps(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
