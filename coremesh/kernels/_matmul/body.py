@@ -185,6 +185,7 @@ class _Core:
     if last == 0:
       end()
     else:
+      # A core that sums a part of K began in the first block that it took.
       if ends:
         pl.when(k == 0)(begin)
       if last > 1:
