@@ -35,8 +35,7 @@ def candidates(product: Product, chip: cm.Chip, count: int) -> list[Blocks]:
   """The blocks of the search space that the model takes for the fastest."""
   space = [b for b in SPEC.search_space["blocks"] if b is not None]
   space += choice.best(product, chip, count=count)
-  if chip.tensor_cores_per_device == 1:  # It shares with nobody.
-    space = [b for b in space if b.split == "rows"]
+  space = [b for b in space if b.split in choice.splits(chip)]
   clipped = {choice.clipped(product, b) for b in space}
   fitting = [b for b in clipped if memory.fits(product, b, chip)]
   return sorted(fitting, key=lambda b: choice.seconds(product, b, chip))[:count]

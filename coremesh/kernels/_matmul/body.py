@@ -1,6 +1,6 @@
 """The kernel of a matrix product: its steps, and what each does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -193,43 +193,38 @@ class _Core:
       pl.when(k == last)(end)
     return self._move_on(number, place)
 
-  def _next(self, cursor: _Cursor, number: Any) -> Iterator[Any]:
-    """For each input: whether the step after takes another block, and its slot.
+  def _advanced(
+    self, cursor: _Cursor, number: Any, act: Callable[[Any], None]
+  ) -> _Cursor:
+    """The cursor at the step after, which has a number; there may be none.
 
     Args:
       cursor: at the step before.
-      number: of the step after; there may be none.
+      number: of the step after.
+      act: what to do with the copy of each block that this step takes anew.
     """
-    step = self.steps.after(cursor.step)
+    step = tuple(self.steps.after(cursor.step))
     more = jnp.bool_(number < self.steps.count)
-    for window, slot in zip(self.inputs, cursor.slots, strict=True):
+    slots = []
+    for window, old in zip(self.inputs, cursor.slots, strict=True):
       changes = window.changes(cursor.step, step) & more
-      yield window, changes, self.plan.next_slot(slot)
+      slot = self.plan.next_slot(old)
+      copy = functools.partial(window.copy_in, step, slot)
+      pl.when(changes)(lambda copy=copy: act(copy()))
+      slots.append(jnp.where(changes, slot, old))
+    return _Cursor(step, tuple(slots))
 
   def _start(self, number: Any, place: _Place) -> _Place:
     """Asks for the blocks of a step, the one after those asked for."""
-    step = tuple(self.steps.after(place.ahead.step))
-    slots = []
-    for old, (window, changes, slot) in zip(
-      place.ahead.slots, self._next(place.ahead, number), strict=True
-    ):
-      copy = functools.partial(window.copy_in, step, slot)
-      pl.when(changes)(lambda copy=copy: copy().start())
-      slots.append(jnp.where(changes, slot, old))
-    return place._replace(ahead=_Cursor(step, tuple(slots)))
+    ahead = self._advanced(place.ahead, number, lambda copy: copy.start())
+    return place._replace(ahead=ahead)
 
   def _move_on(self, number: Any, place: _Place) -> _Place:
     """Awaits the blocks of the step after that of a number."""
     now = place.now
-    step = tuple(self.steps.after(now.step))
-    slots = []
-    for old, (window, changes, slot) in zip(
-      now.slots, self._next(now, number + 1), strict=True
-    ):
-      copy = functools.partial(window.copy_in, step, slot)
-      pl.when(changes)(lambda copy=copy: copy().wait())
-      slots.append(jnp.where(changes, slot, old))
-    place = place._replace(now=_Cursor(step, tuple(slots)))
+    place = place._replace(
+      now=self._advanced(now, number + 1, lambda copy: copy.wait())
+    )
     if self.plan.joins:
       return place
     ended = now.step[-1] == self.plan.k.num_blocks - 1

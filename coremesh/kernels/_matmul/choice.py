@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import itertools
-import math
 
 from coremesh import chips, tiles
 from coremesh.kernels._matmul import streams, table
 from coremesh.kernels._matmul.blocks import SPLITS, Blocks, Product, Split
 from coremesh.kernels._matmul.memory import fits
+from coremesh.partition import num_blocks
 
 # Cycles in which the matrix units fill and drain, between two parts.
 _PART_CYCLES = 225
@@ -73,9 +73,9 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   p, b = product, blocks
   cores = chip.tensor_cores_per_device
   steps = streams.num_steps(product, blocks, chip)
-  inner = math.ceil(p.inner / b.inner)
+  inner = num_blocks(p.inner, b.inner)
   clock = streams.chip_clock_hz(chip)
-  depth = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
+  depth = streams.depth(product, blocks)
   parts = b.columns // b.columns_at_a_time
   in_step = p.num_weights * streams.product_cycles(
     p, b.rows, b.columns, depth, chip
@@ -106,6 +106,11 @@ def seconds(product: Product, blocks: Blocks, chip: chips.Chip) -> float:
   return steps * max(in_step / clock, copied) + ends
 
 
+def splits(chip: chips.Chip) -> Sequence[Split]:
+  """Those that differ: a single core shares with nobody."""
+  return SPLITS if chip.tensor_cores_per_device > 1 else SPLITS[:1]
+
+
 def _candidates(product: Product, chip: chips.Chip) -> Iterator[Blocks]:
   def sizes(extent: int, tile: int, most: int) -> list[int]:
     whole = tiles.rounded_up(extent, tile)
@@ -119,7 +124,7 @@ def _candidates(product: Product, chip: chips.Chip) -> Iterator[Blocks]:
     sizes(product.rows, product.row_tile, 2048),
     sizes(product.columns, tiles.LANES, 4096),
     sizes(product.inner, tiles.LANES, 4096),
-    SPLITS if chip.tensor_cores_per_device > 1 else SPLITS[:1],
+    splits(chip),
   ):
     for part in _parts(columns, split):
       yield Blocks(

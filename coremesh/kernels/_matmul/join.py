@@ -10,9 +10,6 @@ from coremesh import remote
 from coremesh.kernels._matmul.plan import Plan
 from coremesh.partition import num_blocks
 
-# TensorCores of a device that has several.
-_NUM_CORES = 2
-
 
 def scratch(plan: Plan, sums: Any) -> list[Any]:
   """The scratch of `exchange`: received sums, and semaphores.
@@ -28,7 +25,7 @@ def scratch(plan: Plan, sums: Any) -> list[Any]:
 def parts_of(plan: Plan, core: int) -> range:
   """The parts of the block of the output that a core finishes."""
   count = num_blocks(plan.n.block, plan.columns)
-  share = num_blocks(count, _NUM_CORES)
+  share = num_blocks(count, plan.num_cores)
   return range(core * share, min((core + 1) * share, count))
 
 
@@ -45,7 +42,7 @@ def exchange(
     received: as `sums`, of the other core.
     sems: [2, weights], of DMAs. The other core is known to be in the kernel.
   """
-  ranges = [parts_of(plan, i) for i in range(_NUM_CORES)]
+  ranges = [parts_of(plan, i) for i in range(plan.num_cores)]
   columns = [
     pl.ds(r.start * plan.columns, min(len(r) * plan.columns, plan.n.block))
     for r in ranges

@@ -27,7 +27,7 @@ def first_chunks(
   large as what arrives while the one before is multiplied.
   """
   p, b = product, blocks
-  total = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
+  total = depth(product, blocks)
   cycles = p.num_weights * product_cycles(p, b.rows, b.columns, 1, chip)
   per_second = chip.hbm_bytes_per_second_per_device
   loaded = p.in_bytes * (b.rows + p.num_weights * b.columns)
@@ -43,6 +43,11 @@ def first_chunks(
     arriving = int(size * growth) // tiles.LANES * tiles.LANES
     size = max(size + tiles.LANES, arriving)
   return tuple(chunks)
+
+
+def depth(product: Product, blocks: Blocks) -> int:
+  """What a step sums over, in whole tiles."""
+  return min(blocks.inner, tiles.rounded_up(product.inner, tiles.LANES))
 
 
 def num_slots(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
@@ -84,14 +89,13 @@ def num_steps(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
 def loaded_bytes(product: Product, blocks: Blocks) -> int:
   """Bytes of x and the weights that a step copies in, but where rows begin."""
   p, b = product, blocks
-  depth = min(b.inner, tiles.rounded_up(p.inner, tiles.LANES))
   rows = min(b.rows, tiles.rounded_up(p.rows, tiles.SUBLANES))
   columns = p.num_weights * b.columns
   if b.inner >= p.inner and b.columns < p.columns:
     rows = 0  # The block of x stays.
   elif b.inner >= p.inner and p.batch == 1 and b.rows < p.rows:
     columns = 0
-  return p.in_bytes * (rows + columns) * depth
+  return p.in_bytes * (rows + columns) * depth(product, blocks)
 
 
 def num_strips(product: Product, blocks: Blocks, chip: chips.Chip) -> int:
