@@ -165,15 +165,10 @@ class Step:
 
   def run(self) -> None:
     """Writes dk and dv of the block; the last one writes dq."""
-    all_count = self.plan.all_count(self.block, self.num_keys)
     some_count = self.plan.some_count(self.block, self.num_keys)
     when(self.block == 0, self._start)
-    when(all_count, lambda: self._add(scores.Mask()))
-    when(
-      scalars.both(some_count, negated(all_count)),
-      lambda: self._add(
-        few_blocks.mask(self.plan, "k", self.block, self.num_keys, self.refs)
-      ),
+    few_blocks.add_masked(
+      self.plan, "k", self.block, self.num_keys, self.refs, self._add
     )
     when(negated(some_count), self._write_nothing)
     when(self.block == self.plan.num_blocks - 1, self._write_dq)

@@ -3,6 +3,7 @@
 A block of an array may lie with its last two axes exchanged; here that ends.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,31 @@ from coremesh.kernels._attention import backward_scores as scores
 from coremesh.kernels._attention import masks
 from coremesh.kernels._attention.backward_scores import Mask
 from coremesh.kernels._attention.few_rows import Plan
+from coremesh.kernels._attention.scalars import both, negated, when
 from coremesh.kernels.blocks import iota
+
+
+def add_masked(
+  plan: Plan,
+  name: str,
+  block: Any,
+  num_keys: Any,
+  refs: dict[str, Any],
+  add: Callable[[Mask], None],
+) -> None:
+  """Adds what a block of keys gives, with no mask where all of it counts.
+
+  Args:
+    plan, name, block, num_keys, refs: as for `mask`.
+    add: is called with the mask; not at all where nothing counts.
+  """
+  all_count = plan.all_count(block, num_keys)
+  some_count = plan.some_count(block, num_keys)
+  when(all_count, lambda: add(Mask()))
+  when(
+    both(some_count, negated(all_count)),
+    lambda: add(mask(plan, name, block, num_keys, refs)),
+  )
 
 
 def mask(

@@ -23,7 +23,7 @@ from coremesh.kernels._attention.backward_scores import Mask
 from coremesh.kernels._attention.call import Operands, Problem
 from coremesh.kernels._attention.exponents import INFINITY, LOG2_E
 from coremesh.kernels._attention.few_rows import Plan
-from coremesh.kernels._attention.scalars import both, negated, when
+from coremesh.kernels._attention.scalars import when
 
 
 def forward(
@@ -133,15 +133,9 @@ class Step:
   def run(self) -> None:
     """Adds the block; the first one starts, the last one ends a head."""
     first, last = self.plan.blocks_of(self.num_keys)
-    all_count = self.plan.all_count(self.block, self.num_keys)
-    some_count = self.plan.some_count(self.block, self.num_keys)
     when(self.block == first, self._clear)
-    when(all_count, lambda: self._add(Mask()))
-    when(
-      both(some_count, negated(all_count)),
-      lambda: self._add(
-        few_blocks.mask(self.plan, "v", self.block, self.num_keys, self.refs)
-      ),
+    few_blocks.add_masked(
+      self.plan, "v", self.block, self.num_keys, self.refs, self._add
     )
     when(self.block == last, self._write)
 
